@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,10 +28,13 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.small.space import UNTUNED
 from cutlass_ops.run import ops, requests
+from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 _SAMPLED, _SMALL = 4, 64
@@ -104,6 +107,11 @@ def exact(epilogue: str, x: Inputs, batches: Tensor) -> Tensor:
     return acc if epilogue == "none" else torch.relu(acc + x.bias.double())
 
 
+def op_of(epilogue: str) -> ops.Op:
+    """Return the op that computes D."""
+    return ops.op_of(None) if epilogue == "none" else requests.called(builtin.bias_relu)
+
+
 def ours(epilogue: str, x: Inputs) -> Tensor:
     """Compute D into its memory by this library."""
     found = co.gemm(x.a, x.b, out=x.out) if epilogue == "none" else co.gemm_bias_relu(x.a, x.b, x.bias, out=x.out)
@@ -137,6 +145,18 @@ def small_kernels(case: Case) -> tuple[co.SmallConfig, ...]:
     return tuple(c for c in UNTUNED if c.threadblock.m <= max(16, m) and c.threadblock.n <= max(16, n))
 
 
+def build_ahead(cases: Iterable[tuple[str, str]]) -> None:
+    """Compile what the cases need, as many kernels at a time as there are processors."""
+    device, specs = device_of(torch.device("cuda", 0)), {}
+    for name, epilogue in cases:
+        x = draw(CASES[name], "meta")
+        inputs = () if epilogue == "none" else (x.bias,)
+        signature, problem = harness.asked(op_of(epilogue), (x.a, x.b, *inputs), device)
+        found = [device.spec(signature, config) for config in small_kernels(CASES[name])]
+        specs |= dict.fromkeys([dispatch.choose(signature, device, problem)[0], *found])
+    build_many(list(specs))
+
+
 def run_exact(kernel: Any, epilogue: str, x: Inputs) -> Tensor:
     """Compute D into its memory by one kernel."""
     found = kernel(x.a, x.b, *(() if epilogue == "none" else (x.bias,)), out=x.out)
@@ -168,7 +188,7 @@ def run_case(name: str, epilogue: str) -> dict[str, Any]:
     first.out.fill_(float("nan"))
     ours_error = error(ours(epilogue, first)[batches], wanted)
     assert not first.out.isnan().any(), "parts of D were not written"
-    op = ops.op_of(None) if epilogue == "none" else requests.called(builtin.bias_relu)
+    op = op_of(epilogue)
     inputs = () if epilogue == "none" else (first.bias,)
     decision = op.plan(first.a, first.b, *inputs, out=first.out)
     variants: dict[str, Callable[[int], object]] = {"ours": lambda index: ours(epilogue, sets[index % len(sets)])}
@@ -240,9 +260,9 @@ def main() -> None:
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["case"], r["epilogue"]) for r in rows}
-    for name, epilogue in product(args.cases, args.epilogues):
-        if (name, epilogue) in done:
-            continue
+    cases = [case for case in product(args.cases, args.epilogues) if case not in done]
+    build_ahead(cases)
+    for name, epilogue in cases:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {name} {epilogue}")
             break

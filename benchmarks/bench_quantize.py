@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run import ops, reference
+from cutlass_ops.run import ops, reference, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 PARTS = ("gate", "tensor")
@@ -177,6 +178,17 @@ def run_gate(m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def build_ahead(gates: Iterable[Sequence[int]]) -> None:
+    """Compile what the gates need, as many kernels at a time as there are processors."""
+    calls = []
+    for gate in gates:
+        x = Gate(*gate, "meta")
+        of_gate = requests.requested(co.scaled_gemm, x.x, x.w.t(), x.scale_x, x.scale_w)
+        calls.append((of_gate.op, of_gate.arguments))
+        calls += [(ops.op(e), (x.x, x.w[: x.n].t(), *x.inputs().values())) for e in (swiglu, swiglu_alone)]
+    harness.build_ahead(calls)
+
+
 def run_tensor(m: int, n: int, dtype: str, block: int | None) -> dict[str, Any]:
     """Check and time one tensor."""
     of_x = DTYPES[dtype].itemsize
@@ -263,9 +275,9 @@ def main() -> None:
     done = set(map(key, rows))
     peers = [name for name in PEERS if name not in args.skip]
     with torch.no_grad():
-        for part, *of in cases(args.parts, args.rows):
-            if (part, *of) in done:
-                continue
+        left = [case for case in cases(args.parts, args.rows) if case not in done]
+        build_ahead(of for part, *of in left if part == "gate")
+        for part, *of in left:
             if time.monotonic() - begin > args.limit:
                 print(f"stopped at the limit before {part} {of}")
                 break

@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,6 +208,19 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
     }  # fmt: skip
 
 
+def build_ahead(cases: Iterable[tuple[str, int, int, int]]) -> None:
+    """Compile the kernels of all layers in parallel, by a step of each."""
+
+    def first(layer: str, m: int, n: int, k: int) -> None:
+        module = module_of(layer, n, k, device="cuda", dtype=DTYPE)
+        rows, of_d = (1, m) if layer == "decoder" else (m,), n if layer == "linear_gelu" else k
+        x = torch.randn(*rows, k, device="cuda", dtype=DTYPE).requires_grad_()
+        step(module, list(module.parameters()), x, torch.randn(*rows, of_d, device="cuda", dtype=DTYPE))
+
+    harness.side_by_side(partial(first, *case) for case in cases)
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Run all layers and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,13 +234,13 @@ def main() -> None:
     rows = harness.measured(args.resume, head)
     done = {(row["layer"], row["m"], row["n"], row["k"]) for row in rows}
     wanted = None if args.shapes is None else {tuple(map(int, shape.split("x"))) for shape in args.shapes}
-    for layer in args.layers:
-        for shape in SHAPES[layer]:
-            if (layer, *shape) in done or (wanted is not None and shape not in wanted):
-                continue
-            rows.append(run_case(layer, *shape, [p for p in PEERS if p not in args.skip]))
-            print(rows[-1], flush=True)
-            harness.save(args.out, {**head, "rows": rows})
+    cases = [(layer, *shape) for layer in args.layers for shape in SHAPES[layer] if wanted is None or shape in wanted]
+    left = [case for case in cases if case not in done]
+    build_ahead(left)
+    for case in left:
+        rows.append(run_case(*case, [p for p in PEERS if p not in args.skip]))
+        print(rows[-1], flush=True)
+        harness.save(args.out, {**head, "rows": rows})
 
 
 if __name__ == "__main__":

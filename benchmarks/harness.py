@@ -17,7 +17,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner.comparing import (  # noqa: F401 - for the benchmarks
@@ -36,7 +36,7 @@ from cutlass_ops.tuner.comparing import (  # noqa: F401 - for the benchmarks
 def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
     """Make calls in parallel, so that their kernels are compiled in parallel."""
     waiting = list(calls)
-    with ThreadPoolExecutor(len(waiting)) as pool:
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         for future in [pool.submit(call) for call in waiting]:
             future.result()
 
@@ -44,7 +44,7 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
 def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature, Problem]:
     """Return the signature, device and problem of an op's call, whose tensors need no data."""
     a, b, *inputs = arguments
-    call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
+    call = op.checked_call(a, b, inputs, None)
     return signature_of(call, device), call.problem
 
 

@@ -69,7 +69,7 @@ constexpr Target kTargets[] = {
 constexpr std::string_view kReserved[] = {
     // clang-format off
     "a", "and", "as", "assert", "async", "await", "b", "break", "class", "continue", "def", "del", "elif", "else",
-    "epilogue", "except", "False", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "None",
+    "epilogue", "except", "False", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "math", "None",
     "nonlocal", "not", "or", "out", "out_dtype", "pass", "raise", "return", "self", "True", "try", "while", "with",
     "yield"
     // clang-format on
@@ -144,7 +144,7 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
     return is;
   };
   // Elements in 16 bytes.
-  int const widest = take("f32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") ? 16 : 0;
+  int const widest = take("f32") || take("tf32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") || take("i8") ? 16 : 0;
   bool good = widest > 0;
   for (std::string_view each : blocks) {
     bool const ends = rest.size() >= each.size() && rest.substr(rest.size() - each.size()) == each;

@@ -52,9 +52,14 @@ class DType(NamedTuple):
 f16 = DType("f16", 16, "cutlass::half_t", "float16", _DL_FLOAT)
 bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
+# FP32 in memory, of which the Tensor Cores multiply the first 10 bits of the fraction: a type of A and B only.
+tf32 = DType("tf32", 32, "cutlass::tfloat32_t", "float32", _DL_FLOAT)
 # FP8. e4m3 has no infinities, and one NaN of each sign.
 e4m3 = DType("e4m3", 8, "cutlass::float_e4m3_t", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
 e5m2 = DType("e5m2", 8, "cutlass::float_e5m2_t", "float8_e5m2", _DL_FLOAT8_E5M2)
+
+# A type of A and B only, whose products are added up as i32.
+i8 = DType("i8", 8, "int8_t", "int8", _DL_INT)
 
 # Of indices that a reduction gives, and of seeds.
 i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
@@ -64,6 +69,10 @@ i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
 ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
+# What an operand can be: of A and B, and of what an epilogue reads and stores.
+DECLARED: tuple[DType, ...] = (*ALL, tf32, i8)
+# What tensors may have as elements.
+HELD: tuple[DType, ...] = (*ALL, i8)
 # What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
 READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
@@ -71,7 +80,17 @@ STORED: tuple[DType, ...] = (f16, bf16, f32, *FP8)
 ROUNDED: tuple[DType, ...] = (f16, bf16, *FP8)
 # Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
-NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
+NAMES |= {
+    "fp16": f16,
+    "half": f16,
+    "bfloat": bf16,
+    "fp32": f32,
+    "float": f32,
+    "single": f32,
+    "tf32": tf32,
+    "i8": i8,
+    "int8": i8,
+}
 
 
 def dtype(name: object, among: tuple[DType, ...] = ALL) -> DType:

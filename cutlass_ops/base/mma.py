@@ -7,9 +7,10 @@ opcodes are nvdisasm's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cutlass_ops.base.arch import WGMMA_K_BYTES
-from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32
+from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, i8, i32, tf32
 
 Block = tuple[int, int]
 
@@ -30,6 +31,8 @@ class MmaSpec:
         Type of D where nothing says otherwise.
     wgmma_k_major_only : bool
         Whether ``wgmma`` needs K-major operands.
+    k_major_only : bool
+        Whether kernels of ``mma.sync`` need K-major operands as well.
     rate : float
         Peak throughput relative to BF16.
     scalings : tuple of ((int, int), (int, int))
@@ -44,6 +47,7 @@ class MmaSpec:
     wgmma_opcode: str
     result: DType
     wgmma_k_major_only: bool = False
+    k_major_only: bool = False
     rate: float = 1.0
     scalings: tuple[tuple[Block, Block], ...] = ()
 
@@ -55,17 +59,30 @@ class MmaSpec:
     @property
     def wgmma_types(self) -> str:
         """The end of the instruction's name in PTX: K and types. A kernel that computes D^T takes B's type first."""
-        return f"k{WGMMA_K_BYTES // self.a.bytes}.{self.accumulator}.{self.a}.{self.b}"
+        types = ".".join(_PTX.get(t, t.name) for t in (self.accumulator, self.a, self.b))
+        return f"k{WGMMA_K_BYTES // self.a.bytes}.{types}"
+
+    def takes_n(self, n: int) -> bool:
+        """Whether ``wgmma`` has an N, a multiple of 8 up to 256: of integers it has fewer."""
+        return self.accumulator is not i32 or n % 16 == 0 or n in (8, 24)
+
+    @property
+    def along_k_only(self) -> bool:
+        """Whether every instruction for these types needs K-major operands."""
+        return self.wgmma_k_major_only and (self.k_major_only or not self.shapes)
 
     def takes_majors(self, a: str, b: str, *, wgmma: bool) -> bool:
         """Whether the instruction reads operands of these majors, from shared memory as they are."""
-        return not (wgmma and self.wgmma_k_major_only) or (a, b) == ("row", "col")
+        only = self.wgmma_k_major_only if wgmma else self.k_major_only
+        return not only or (a, b) == ("row", "col")
 
     def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
         """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
         return blocks == (None, None) or blocks in self.scalings
 
 
+# PTX's names of types that are other ones than ours.
+_PTX = {i8: "s8", i32: "s32"}
 _16_BITS = ((16, 8, 16), (16, 8, 8))
 # Elements along K that share a scale, and those whose sums a thread adds up in FP32.
 BLOCK_K = 128
@@ -74,6 +91,10 @@ _BLOCKS: tuple[tuple[Block, Block], ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1,
 MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16),
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
+    # FP32, of which a call says so: MATHS.
+    MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5),
+    # Whole numbers, whose sums are exact.
+    MmaSpec(i8, i8, i32, ((16, 8, 32),), "IMMA", "IGMMA", bf16, wgmma_k_major_only=True, k_major_only=True, rate=2.0),
     # FP8, in every combination: wgmma only.
     *(
         MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0, scalings=_BLOCKS)
@@ -84,12 +105,21 @@ MMAS: tuple[MmaSpec, ...] = (
 # Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
 
+# What the Tensor Cores make of FP32 operands, by the name that a call gives.
+Math = Literal["tf32"]
+MATHS: dict[Math, DType] = {"tf32": tf32}
+
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 
 
 def mma_of(a: DType, b: DType) -> MmaSpec | None:
     """Return the instructions for two operand types, or None."""
     return _BY_TYPES.get((a, b))
+
+
+def math_of(dtype: DType) -> Math | None:
+    """Return what a call says to multiply in a type, None for one that needs no word."""
+    return next((name for name, element in MATHS.items() if element is dtype), None)
 
 
 def pairs() -> str:

@@ -34,6 +34,7 @@ from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin, composed
@@ -46,19 +47,6 @@ from cutlass_ops.kinds.small import space as small
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
-
-# Rows of A for which a weight's kernels are chosen in advance.
-def _rows() -> Iterator[int]:
-    """Yield numbers of rows, in steps of 8 or of at most a thirty-second."""
-    yield from (1, 2, 4)
-    rows = 8
-    while rows <= 16384:
-        yield rows
-        rows += max(8, (1 << rows.bit_length()) >> 6)
-    yield 1 << 26
-
-
-ROWS = tuple(_rows())
 # Kernels are added for a weight until no number of rows would gain more than this from another. The model alone gets
 # less slack than nearby measurements: with weights left out, its first choices lost clearly less than those within 2%.
 _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.005}

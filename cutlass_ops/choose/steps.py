@@ -17,6 +17,7 @@ import numpy as np
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.choose.knowledge import Foretold, Knowledge
+from cutlass_ops.declare.rows import FEW
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 
 # Steps end at this number of rows. With more rows, a GEMM takes longer than choosing its kernel.
@@ -44,7 +45,7 @@ def rows_for(knowledge: Knowledge) -> set[int]:
     Those of the policies are at most a thirty-second apart.
     """
     # With few rows, the model's mean error changes most from one number to the next.
-    found = {*range(1, 33)}
+    found = {*range(1, FEW + 1)}
     if _has_lines_along_m(knowledge):
         # Each multiple of a line is a case of its own.
         found |= {*range(_LINE, MOST_ROWS + 1, _LINE), *range(16 * _LINE + 8, MOST_ROWS, _LINE), MOST_ROWS - 1}
@@ -96,9 +97,11 @@ class Steps:
         each = np.full(MOST_ROWS, _UNDECIDED)
         if _has_lines_along_m(knowledge):
             smooth &= m % _LINE != 0
-        search = _Search(knowledge, np.asarray(kept), foretold.part(smooth), problems.part(smooth))
-        rows, kernels = search.between()
-        each[rows - 1] = kernels
+        # Calls of groups ask for the foretold numbers of rows alone (`declare.rows.nearest`).
+        if not knowledge.pool.traits.grouped:
+            search = _Search(knowledge, np.asarray(kept), foretold.part(smooth), problems.part(smooth))
+            rows, kernels = search.between()
+            each[rows - 1] = kernels
         # What serves at the foretold numbers of rows themselves.
         times = foretold.times[:, kept]
         best, at = times.argmin(1), np.arange(len(m))

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
-from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, NAMES, REDUCED, DType, bf16, dtype, f32, i64
+from cutlass_ops.base.dtypes import ALL, DECLARED, FP8, INTEGERS, NAMES, REDUCED, DType, bf16, dtype, f32, i64
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.base.mma import mma_of
@@ -72,7 +72,7 @@ class Operand:
 
     def __post_init__(self) -> None:
         given = (self.dtype, self.major, self.alignment)
-        if self.dtype not in (*ALL, *INTEGERS) or self.major not in get_args(Major):
+        if self.dtype not in (*DECLARED, *INTEGERS) or self.major not in get_args(Major):
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
         if type(self.alignment) is not int or self.alignment < 1:
             raise ConfigError(f"alignment must be a positive number of elements, not {self.alignment!r}")
@@ -101,7 +101,7 @@ class Operand:
         match = re.fullmatch(_OPERAND, text)
         if match is None:
             raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
-        element = dtype(match["dtype"], (*ALL, *INTEGERS) if match["dtype"] in _INTEGERS else ALL)
+        element = dtype(match["dtype"], (*DECLARED, *INTEGERS) if match["dtype"] in _INTEGERS else DECLARED)
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         scaling = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
         return cls(element, cast(Major, match["major"] or "row"), alignment, scaling)
@@ -353,8 +353,8 @@ def _matrix(name: str, given: object) -> Operand:
     if not isinstance(given, Operand) and not re.search(_MAJOR, str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
         raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
-    if operand.dtype not in ALL:
-        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, ALL))}")
+    if operand.dtype not in DECLARED:
+        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, DECLARED))}")
     return operand
 
 
@@ -365,7 +365,7 @@ def _operand(name: str, given: object) -> Operand:
         # A torch.dtype has a known name, but no major.
         element = str(given).removeprefix("torch.")
         known = type(given).__name__ == "dtype" and element in NAMES
-        advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
+        advice = f"; use '{NAMES[element]}.row' or '{NAMES[element]}.col'" if known else ""
         raise type(exc)(f"{name}: {exc}{advice}") from None
 
 

@@ -107,11 +107,11 @@ def dtype_of(text: str) -> str:
     *others, last = map(str, mma.OPERANDS)
     known = f"{', '.join(others)} or {last}"
     try:
-        found = dtypes.dtype(text)
+        found = dtypes.dtype(text, dtypes.DECLARED)
     except ValueError:
         raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use {known}") from None
     if found not in mma.OPERANDS:
-        raise ConfigError(f"A and B cannot be {found}: use {known} (sums are in FP32 with all of them)")
+        raise ConfigError(f"A and B cannot be {found}: use {known} (sums have a wider type with all of them)")
     return found.name
 
 

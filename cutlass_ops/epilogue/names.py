@@ -37,7 +37,7 @@ assert errno stdin stdout stderr linux unix major minor
 IN_KERNELS = frozenset(_TAKEN.split())
 
 # What a call has besides the epilogue's inputs: an input of such a name could not be told from it.
-RESERVED = frozenset(("a", "b", "out", "out_dtype", "epilogue", "self"))
+RESERVED = frozenset(("a", "b", "out", "out_dtype", "math", "epilogue", "self"))
 
 # Compiled when they are first needed, as re does with texts.
 _IDENTIFIER = r"[A-Za-z][A-Za-z0-9_]*"

@@ -74,9 +74,11 @@ def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+        other = ", or an Sm80Config" if sm80_serves(spec) else ""
+        reads = "wgmma" if config.wgmma else "CUTLASS's main loop"
         yield (
-            f"a is {spec.a} and b is {spec.b}, and wgmma reads these types along K only: use {spec.a.dtype}.row and "
-            f"{spec.b.dtype}.col"
+            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only: use {spec.a.dtype}.row and "
+            f"{spec.b.dtype}.col{other}"
         )
 
 

@@ -12,11 +12,11 @@ What depends on an element's place is loaded, as an input is: an index as the bi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from cutlass_ops.base.dtypes import i32, i64
+from cutlass_ops.base.dtypes import DType, i32, i64
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import DENSE, GROUPED
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -288,7 +288,9 @@ _READERS = {
 }
 
 
-def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
+def types(
+    spec: KernelSpec, lowered: Lowered, places: str, loaded: Callable[[DType], DType] = lambda dtype: dtype
+) -> dict[str, Any]:
     """Return the template variables that say what the kernel computes on, and the headers that few kernels need.
 
     Parameters
@@ -299,11 +301,14 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
         Its epilogue.
     places : str
         The header that this kind of kernel needs where values depend on their place.
+    loaded : callable
+        Returns as what the kernel's source knows the type of A and of B.
     """
+    a, b = (replace(operand, dtype=loaded(operand.dtype)) for operand in (spec.a, spec.b))
     reductions = (REDUCTIONS[o.reduction].header for o in spec.epilogue.outputs if o.reduction is not None)
     headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
     headers |= {places} if lowered.places else set()
-    operands = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
+    operands = (a, b, spec.d, *spec.inputs, *spec.outputs)
     elements = dict.fromkeys(operand.dtype for operand in operands)
     if HEADERS[UNIFORM] in headers:
         elements.pop(i64, None)  # a seed's type: this header, which reads seeds, says it
@@ -311,8 +316,8 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
         elements[i32] = None  # of where groups end
     return {
         "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
-        "a": _operand(spec.a),
-        "b": _operand(spec.b),
+        "a": _operand(a),
+        "b": _operand(b),
         "d": _operand(spec.d),
         "inputs": [{"name": i.name, "element": operand.dtype.cpp} for i, operand in spec.typed_inputs],
         "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in spec.typed_outputs],

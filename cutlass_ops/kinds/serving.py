@@ -43,12 +43,17 @@ def by_wgmma(mma: MmaSpec) -> bool:
 
 
 def by_mma_sync(mma: MmaSpec) -> bool:
-    """Return whether kernels of ``mma.sync`` multiply a pair of types: they load elements of 16 bits."""
+    """Return whether CUTLASS's kernels of ``mma.sync`` multiply a pair of types."""
+    return bool(mma.shapes)
+
+
+def in_16_bits(mma: MmaSpec) -> bool:
+    """Return whether this library's own kernels of ``mma.sync`` multiply a pair of types: these load 16 bits."""
     return bool(mma.shapes) and mma.bits == 16
 
 
 def takes_means(mma: MmaSpec) -> bool:
-    """Return whether Sm90 kernels can take means of A's rows (``row_sums.h``)."""
+    """Return whether kernels can take means of A's rows (``row_sums.h``)."""
     return mma.bits == 16
 
 
@@ -61,6 +66,10 @@ def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
+        return False
+    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False):
+        return False
+    if spec.epilogue.gathered and not takes_means(mma):
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products and spec.epilogue.quantized is None

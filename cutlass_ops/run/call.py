@@ -111,7 +111,7 @@ class Call(NamedTuple):
         for name, tensor in self.tensors():
             if name == "a" or name in tiles:
                 matrices.matrix(name, tensor, element_type(name, tensor))
-        matrices.weights(self.arguments.b, _products(self), element_type("b", self.arguments.b))
+        matrices.weights(self.arguments.b, _products(self), self.arguments.types[1])
         _check_lines(self)
 
     def run_reference(self) -> None:
@@ -119,11 +119,12 @@ class Call(NamedTuple):
         self.check_layouts()
         several = self.why_apart is not None or self.arguments.form == GROUPED
         for part in self.parts() if several else [self]:
+            a, b, inputs = _as_multiplied(part)
             values = reference.gemm_reference(
-                part.arguments.a,
-                part.arguments.b,
+                a,
+                b,
                 self.graph,
-                part.arguments.inputs,
+                inputs,
                 d_dtype=self.outputs[0].dtype,
                 output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
             )
@@ -148,7 +149,9 @@ class Call(NamedTuple):
         for place in itertools.product(*map(range, arguments.a.shape[:-2])):
             inputs = {name: at(name, value, place) for name, value in arguments.inputs.items()}
             outputs = tuple(x[place] for x in self.outputs)
-            of_one = Arguments(problem, (problem.m,), arguments.a[place], arguments.b[place], inputs)
+            of_one = Arguments(
+                problem, (problem.m,), arguments.a[place], arguments.b[place], inputs, math=arguments.math
+            )
             yield Call(self.graph, of_one, outputs, outputs)
 
     def _groups(self) -> Iterator[Call]:
@@ -180,7 +183,7 @@ class Call(NamedTuple):
     @property
     def why_apart(self) -> str | None:
         """Why the call's GEMMs take a launch each, in words; None if one kernel computes them all."""
-        return None if self.arguments.form == DENSE else batches.why_apart(self.graph)
+        return batches.why_apart(self.graph) if self.arguments.form == BATCHED else None
 
 
 def check_call(
@@ -192,6 +195,7 @@ def check_call(
     out_dtype: torch.dtype | None,
     spec: KernelSpec | None = None,
     offsets: Any = None,
+    math: mma.Math | None = None,
 ) -> Call:
     """Check a call's arguments and allocate missing outputs.
 
@@ -203,6 +207,8 @@ def check_call(
         The kernel, if it is fixed. It then decides the outputs' types.
     offsets : Tensor, optional
         Where groups of A's rows end, if each has a matrix of its own.
+    math : str, optional
+        What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`.
 
     Raises
     ------
@@ -210,7 +216,7 @@ def check_call(
         If an argument does not fit. The message names it.
     """
     if offsets is None:
-        arguments = operands.check_arguments(graph, a, b, inputs)
+        arguments = operands.check_arguments(graph, a, b, inputs, math)
     else:
         arguments = groups.check_arguments(graph, a, b, offsets, inputs)
     if spec is not None and spec.form != arguments.form:
@@ -297,7 +303,8 @@ def call_at(
         names = ", ".join(i.name for i in graph.inputs) or "none"
         raise ValueError(f"input_dtypes names {', '.join(unknown)}: the epilogue's inputs are {names}")
 
-    of_a: torch.dtype = getattr(torch, element_named(dtype).torch_name)
+    element = element_named(dtype, (*mma.OPERANDS, f32))
+    of_a: torch.dtype = getattr(torch, element.torch_name)
     usual = usual_dtype(of_a, of_a)
 
     lead = (problem.count,) if form == BATCHED else ()
@@ -329,7 +336,16 @@ def call_at(
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     offsets = torch.empty(of_b, dtype=torch.int32, device="meta") if form == GROUPED else None
-    return check_call(graph, empty(m, k, a), empty(k, n, b, lead=of_b), inputs, None, out_dtype, offsets=offsets)
+    return check_call(
+        graph,
+        empty(m, k, a),
+        empty(k, n, b, lead=of_b),
+        inputs,
+        None,
+        out_dtype,
+        offsets=offsets,
+        math=mma.math_of(element),
+    )
 
 
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
@@ -384,6 +400,15 @@ def _check_lines(call: Call) -> Sequence[Major]:
     return operands.check_lines(call.arguments, _products(call))
 
 
+def _as_multiplied(call: Call) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
+    """Return A, B and the inputs with what is multiplied as the Tensor Cores round it."""
+    arguments = call.arguments
+    type_a, type_b = arguments.types
+    products = {name: reference.as_multiplied(x, type_b) for name, x in _products(call).items()}
+    a, b = reference.as_multiplied(arguments.a, type_a), reference.as_multiplied(arguments.b, type_b)
+    return a, b, {**arguments.inputs, **products}
+
+
 def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
@@ -401,8 +426,9 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     for name, tensor in call.tensors():
         require_memory(name, tensor)
     majors = _check_lines(call)
-    a = matrices.matrix("a", arguments.a, element_type("a", arguments.a))
-    b, *_ = matrices.weights(arguments.b, _products(call), element_type("b", arguments.b), majors)
+    type_a, type_b = arguments.types
+    a = matrices.matrix("a", arguments.a, type_a)
+    b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:

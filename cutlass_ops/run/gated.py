@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cutlass_ops.base.mma import Math
 from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
@@ -72,6 +73,7 @@ def gemm_swiglu(
     amax: bool = False,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
 ) -> Any:
     """Compute silu(x @ w_gate) * (x @ w_up), or the same of rmsnorm(x), in one kernel that reads x once.
 
@@ -83,7 +85,7 @@ def gemm_swiglu(
     Parameters
     ----------
     x : Tensor
-        (..., K), FP16, BF16 or on Hopper FP8. Messages call it ``a``, w_gate ``b`` and w_up ``up``.
+        (..., K), FP16, BF16, FP32 with `math`, or on Hopper FP8. Messages call it ``a``, w_gate ``b`` and w_up ``up``.
     w_gate, w_up : Tensor or PreparedWeight
         (K, N) each, of x's dtype and one major. Both may be results of :func:`cutlass_ops.prepare`.
     gamma : Tensor, optional
@@ -99,6 +101,8 @@ def gemm_swiglu(
         Where to write the result, or the results by name.
     out_dtype : torch.dtype, optional
         The result's dtype; by default that of x, and BF16 for FP8.
+    math : {"tf32"}, optional
+        What the Tensor Cores make of FP32 operands, as for :func:`cutlass_ops.gemm`. A norm then needs `rstd`.
 
     Returns
     -------
@@ -130,7 +134,7 @@ def gemm_swiglu(
     op, arguments = _prepare_swiglu(
         x, w_gate, w_up, gamma, eps, rstd, scale_a, scale_b, scale_up, scale_out, amax, out, out_dtype
     )
-    return op(*arguments, out=out, out_dtype=out_dtype)
+    return op(*arguments, out=out, out_dtype=out_dtype, math=math)
 
 
 @traced.remembered
@@ -183,7 +187,7 @@ def swiglu_op(
     # What older programs have stays as it was.
     made_by = "gemm_swiglu", {"norm": plain, **more} if any(more.values()) else plain
     called = {"a": "x", "b": "w_gate", "up": "w_up"}
-    return graph_op("gemm_swiglu", both, composed.swiglu.doc, instead, made_by, called)
+    return graph_op("gemm_swiglu", both, composed.swiglu.doc, instead, made_by, called=called)
 
 
 def swiglu_again(name: str, plain: Any) -> Op:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cutlass_ops.base.mma import Math
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
@@ -32,6 +33,16 @@ class GroupedOp(Op):
         offsets, *others = inputs
         named = dict(zip(self.names[1:], others, strict=True))
         return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets)
+
+    def in_math(self, math: Math) -> NoReturn:
+        """Refuse FP32 operands.
+
+        Raises
+        ------
+        TypeError
+            Always.
+        """
+        raise TypeError(f"{self.name} takes no math: groups of rows are multiplied in 16 bits")
 
     def of(self, graph: Graph) -> NoReturn:
         """Refuse gradients.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import bf16, f16
 from cutlass_ops.declare.form import GROUPED, why_one_gemm
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import nearest
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -175,13 +175,12 @@ def ends(offsets: Tensor, rows: int) -> Iterator[slice]:
 
 
 def typical(rows: int, n: int, k: int, groups: int) -> Problem:
-    """Return the problem for which a kernel is chosen, since the host does not know the groups.
+    """Return the problem for which a kernel is chosen: M is the mean of the groups' rows.
 
-    All groups are taken to have as many rows: the mean and one standard deviation, as if each row took one of the
-    groups at random. A tile of exactly the mean would leave every second group a second one.
+    How rows are spread over the groups, the host does not know: the time models assume several ways
+    (``kinds/spreads.py``). The mean is rounded to a number of rows for which kernels are chosen in advance.
     """
-    mean = rows / groups
-    return Problem(max(1, min(rows, math.ceil(mean + math.sqrt(mean)))), n, k, groups)
+    return Problem(nearest(rows / groups), n, k, groups)
 
 
 def read_by_registers(signature: OpSignature) -> OpSignature:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.base.errors import NoDeviceError
+from cutlass_ops.base.mma import math_of
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import traced
@@ -131,7 +132,8 @@ class Kernel(Warm):
     ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
         offsets = [values.pop(name) for name in self.spec.form.operands]
-        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, *offsets)
+        math = math_of(self.spec.a.dtype)
+        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, offsets[0] if offsets else None, math)
 
 
 def build(spec: KernelSpec) -> Kernel:

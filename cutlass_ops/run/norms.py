@@ -53,6 +53,7 @@ def _prepare_rms(
     out: Any,
     out_dtype: torch.dtype | None,
 ) -> tuple[Op, tuple[Any, ...]]:
+    _refuse_math("rmsnorm_gemm", inputs)
     matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
     quantise = quantise_by(scale_out, amax, out, out_dtype)
     norm, values = rms_values(x, eps, rstd, scale_a)
@@ -191,6 +192,7 @@ def _prepare_residual(
     inputs: dict[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
     require_tensor("a", a)
+    _refuse_math("gemm_residual_rms", inputs)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     dtype = traced.autocast_dtype(a)
     a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
@@ -348,7 +350,10 @@ def _stream_dtype(dtype: torch.dtype) -> str:
     """Return the name of the type of the residual's sum, for an A of this dtype."""
     name: str = dtypes.dtype(usual_dtype(dtype, dtype)).name
     if name not in composed.RESIDUAL_RMS:
-        raise TypeError(f"a is {dtype}: gemm_residual_rms takes torch.float16, torch.bfloat16 or FP8")
+        raise TypeError(
+            f"a is {dtype}: gemm_residual_rms takes torch.float16, torch.bfloat16 or FP8. Convert a and b, or write "
+            "the residual's sum, and cutlass_ops.e.sum of its square, as an epilogue for cutlass_ops.gemm"
+        )
     return name
 
 
@@ -364,7 +369,9 @@ def _prepare_layer(
     mean: Tensor | None,
     rstd: Tensor | None,
     epilogue: Epilogue | None,
+    inputs: Mapping[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
+    _refuse_math("layernorm_gemm", inputs)
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
@@ -438,7 +445,7 @@ def layernorm_gemm(
     >>> co.layernorm_gemm(x, co.prepare_layernorm(w, gamma, beta), eps=0.0).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    op, arguments = _prepare_layer(x, w, gamma, beta, eps, mean, rstd, epilogue)
+    op, arguments = _prepare_layer(x, w, gamma, beta, eps, mean, rstd, epilogue, inputs)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
@@ -488,6 +495,14 @@ def _composed(
     if quantise is not None:
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
     return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
+
+
+def _refuse_math(name: str, inputs: Mapping[str, Any]) -> None:
+    if inputs.get("math") is not None:
+        raise TypeError(
+            f"{name} takes no math: norms are fused with products of 16 bits and of FP8. Convert the operands, or pass "
+            "what is normalised to cutlass_ops.gemm"
+        )
 
 
 def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) -> None:

@@ -6,13 +6,14 @@ itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import FP8, DType, f32
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
@@ -42,6 +43,8 @@ class Arguments(NamedTuple):
         shared by all batches, or has all of them.
     spread, copied : tuple of str
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
+    math : str or None
+        What the Tensor Cores make of FP32.
     """
 
     problem: Problem
@@ -52,6 +55,12 @@ class Arguments(NamedTuple):
     spread: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     form: Form = DENSE
+    math: mma.Math | None = None
+
+    @property
+    def types(self) -> tuple[DType, DType]:
+        """What the Tensor Cores multiply: the types of A and B."""
+        return multiplied("a", self.a, self.math), multiplied("b", self.b, self.math)
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
@@ -102,13 +111,15 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
         If a matrix is not contiguous along K, or not aligned to 16 bytes. The message says what to pass.
     """
     a, b = arguments.a, arguments.b
-    found = mma.mma_of(element_type("a", a), element_type("b", b))
-    if found is None or not found.wgmma_k_major_only:
+    found = mma.mma_of(*arguments.types)
+    if found is None or not found.along_k_only:
         return MAJORS
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
-        lines = as_major(tensor, along_k, element_type(name, tensor))
+        element = element_type(name, tensor)
+        lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
         if lines is None:
-            once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
+            once = "pass weight.t() of a contiguous weight (N, K)"
+            once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
             instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
@@ -118,12 +129,42 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
             raise ValueError(
                 f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
                 f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
-                + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
+                + (
+                    ""
+                    if name == "a" or not by_prepare
+                    else f", or pass prepare({name}).matrix, whose lines are longer than K"
+                )
             )
     return ("col",)
 
 
-def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Arguments:
+def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
+    """Return the type in which the Tensor Cores multiply an operand.
+
+    Raises
+    ------
+    TypeError
+        If they multiply no such operand, or FP32 and `math` does not say how, or another type and `math` says so.
+    """
+    found = element_type(name, tensor, _MULTIPLIED)
+    if found is not f32:
+        if math is not None:
+            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is of torch.float32 operands: omit math")
+        return found
+    if math is None:
+        raise TypeError(
+            f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
+            "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
+            "TF32, which has the range of FP32 and 10 bits of fraction; or multiply in FP32 by torch.matmul"
+        )
+    return mma.MATHS[math]
+
+
+# Of tensors. FP32 has a type for each way to multiply it.
+_MULTIPLIED = (*(t for t in mma.OPERANDS if mma.math_of(t) is None), f32)
+
+
+def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], math: mma.Math | None = None) -> Arguments:
     """Check a call's operands and inputs against each other.
 
     Raises
@@ -135,13 +176,13 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     """
     require_tensor("a", a)
     require_tensor("b", b)
-    found = mma.mma_of(element_type("a", a, mma.OPERANDS), element_type("b", b, mma.OPERANDS))
+    found = mma.mma_of(multiplied("a", a, math), multiplied("b", b, math))
     if found is None:
         raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype, or both FP8")
     if graph.gathered and found.bits != 16:
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
-            f"compute it before, and pass it as a Col"
+            "compute it before, and pass it as a Col, or as rstd= where a function takes that"
         )
     if graph.block_scales and not found.scalings:
         raise TypeError(
@@ -149,7 +190,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
             "there are for FP8 only: use a scale for each row and each column, or one number"
         )
     if b.ndim > 2:
-        return _check_batched(graph, a, b, inputs)
+        return _check_batched(graph, a, b, inputs)._replace(math=math)
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
         raise ValueError(
@@ -161,7 +202,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     batch, (k, n) = tuple(a.shape[:-1]), b.shape
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
-    m = math.prod(batch)
+    m = prod(batch)
     flat_a = fold("a", a, (m, k))
     checked = check_inputs(graph, inputs, a, b, batch)
     pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
@@ -169,7 +210,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     copied = tuple(
         name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
     )
-    return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
+    return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied, math=math)
 
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:
@@ -201,5 +242,5 @@ def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]
     copied = tuple(i.name for i, x in given if batches.is_copied(i.kind, x, shape, own[i.kind]))
     spread = tuple(i.name for i, x in given if folded[i.name].shape != x.shape)
     flat_a, flat_b = folded.pop("a"), folded.pop("b")
-    problem = Problem(m, n, k, math.prod(shape))
+    problem = Problem(m, n, k, prod(shape))
     return Arguments(problem, (*shape, m), flat_a, flat_b, {**checked, **folded}, spread, copied, BATCHED)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.base.errors import UnsupportedError
+from cutlass_ops.base.mma import MATHS, Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
@@ -66,6 +67,8 @@ class Op(Warm):
     made_by : pair of str and plain value, optional
         What makes this op again in another process, a key of ``traced.MAKERS``, and its argument. The default rebuilds
         an op from its epilogue.
+    math : str, optional
+        What the Tensor Cores make of FP32 operands. The default takes none.
     called : mapping of str to str, optional
         What a function that calls this op calls its arguments, for messages.
     """
@@ -78,14 +81,18 @@ class Op(Warm):
         epilogue: Epilogue,
         instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
+        math: Math | None = None,
         called: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
+        self.math = math
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
         self._instead, self._called = instead, called or {}
         how, plain = made_by or ("epilogue", self.graph.to_json())
+        if math is not None:
+            how, plain = "math", {"math": math, how: plain}
         self.about = traced.register(name, self.graph, self, how, plain, self.form)
         self.__signature__ = described.signature(self.names)
 
@@ -94,7 +101,10 @@ class Op(Warm):
 
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
-        return op_of_graph(graph)
+        return op_of_graph(graph, self.math)
+
+    def in_math(self, math: Math) -> Op:  # noqa: D102
+        return op_in_math(self.about.split(";", 4)[4], math)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -110,6 +120,7 @@ class Op(Warm):
         *inputs: Any,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
+        math: Math | None = None,
         **named: Any,
     ) -> Decision:
         """Return the decision for a call with these arguments, without compiling, loading or running anything.
@@ -121,6 +132,8 @@ class Op(Warm):
         UnsupportedError
             If no single kernel serves the call. :func:`cutlass_ops.explain` says whether other ops do.
         """
+        if math is not None:
+            return self.in_math(math).plan(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         return self._decide(self.checked(a, b, inputs, named, out, out_dtype))
 
     def warm_up(
@@ -130,12 +143,15 @@ class Op(Warm):
         *inputs: Any,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
+        math: Math | None = None,
         **named: Any,
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`.
 
         Those of a backward are left out, which that function adds.
         """
+        if math is not None:
+            return self.in_math(math).warm_up(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         call = self.checked(a, b, inputs, named, out, out_dtype)
         return Registry.current().ready(self._specs_for(call), call.arguments.a.device)
 
@@ -146,9 +162,12 @@ class Op(Warm):
         *inputs: Any,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
+        math: Math | None = None,
         **named: Any,
     ) -> tuple[KernelSpec, ...]:
         """Return every kernel that calls of this op with a weight may need; none for tensors on the CPU."""
+        if math is not None:
+            return self.in_math(math).specs_of(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         return self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))
 
     def prepare_launch(
@@ -158,9 +177,12 @@ class Op(Warm):
         *inputs: Any,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
+        math: Math | None = None,
         **named: Any,
     ) -> Launch:
         """Prepare calls with these tensors: see :func:`prepare_launch`."""
+        if math is not None:
+            return self.in_math(math).prepare_launch(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         from cutlass_ops.run import launch  # late: few programs prepare launches
 
         values = self.positional(inputs, named)
@@ -195,7 +217,7 @@ class Op(Warm):
         found: list[tuple[Op, Call]] = []
 
         def noted(op: Op, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, out_dtype: Any = None) -> Any:
-            part = check_call(op.graph, a, b, dict(zip(op.names, inputs, strict=True)), out, out_dtype)
+            part = op.checked_call(a, b, inputs, out, out_dtype)
             found.append((op, part))
             return op.wrap(part)
 
@@ -226,8 +248,9 @@ class Op(Warm):
     def checked_call(  # noqa: D102
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
+        named = dict(zip(self.names, inputs, strict=True))
         try:
-            return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+            return check_call(self.graph, a, b, named, out, out_dtype, math=self.math)
         except (TypeError, ValueError) as exc:
             known = [f"{ours} is {theirs}" for ours, theirs in self._called.items()]
             if not known or type(exc) not in (TypeError, ValueError):
@@ -320,10 +343,11 @@ def graph_op(
     doc: str = "",
     instead: Instead | None = None,
     made_by: tuple[str, Any] | None = None,
+    math: Math | None = None,
     called: Mapping[str, str] | None = None,
 ) -> Op:
     """Return the op of a composed graph. Other parameters as for :class:`Op`."""
-    return Op(name, Epilogue.of(name, doc, graph), instead, made_by, called)
+    return Op(name, Epilogue.of(name, doc, graph), instead, made_by, math, called)
 
 
 @traced.remembered
@@ -333,9 +357,43 @@ def op(epilogue: Epilogue) -> Op:
 
 
 @functools.lru_cache(maxsize=1024)
-def op_of_graph(graph: Graph) -> Op:
+def op_of_graph(graph: Graph, math: Math | None = None) -> Op:
     """Return the op of a graph. Equal graphs give the same op."""
-    return graph_op(graph.title or "gemm", graph)
+    return graph_op(graph.title or "gemm", graph, math=math)
+
+
+@traced.remembered
+def op_in_math(op: str, math: Math) -> Op:
+    """Return the op that multiplies FP32 operands in a type, for the string that names another in programs.
+
+    Raises
+    ------
+    TypeError
+        If there is no such type, or the op has one already.
+    """
+    if math not in MATHS:
+        raise TypeError(f"math is {math!r}: use {' or '.join(map(repr, MATHS))}")
+    found = traced.find(op)
+    assert isinstance(found, Op)
+    if found.math is not None:
+        raise TypeError(f"math is {math!r}, and {found.name} has math {found.math!r}: omit math")
+    instead = None if found._instead is None else _instead_in_math(found._instead, math)
+    return Op(found.name, found.epilogue, instead, traced.maker_of(op), math, found._called)
+
+
+def _instead_in_math(instead: Instead, math: Math) -> Instead:
+    """Return other ops that multiply FP32 operands in a type as well."""
+
+    def compute(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return instead.compute(lambda op, *given, **more: call(op.in_math(math), *given, **more), *arguments, **named)
+
+    return Instead(instead.why, compute)
+
+
+def in_math_again(name: str, plain: Any) -> Op:
+    """Make an op again that multiplies FP32 operands in some type: see ``traced.MAKERS``."""
+    math = plain["math"]
+    return op_in_math(traced.named(name, {how: of for how, of in plain.items() if how != "math"}), math)
 
 
 def op_of(epilogue: Epilogue | None) -> Op:
@@ -368,6 +426,7 @@ def gemm(
     epilogue: Epilogue | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute D = epilogue(A @ B, inputs) in one kernel.
@@ -375,8 +434,8 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, either major, any stride between lines. If b has two dimensions, leading
-        dimensions are folded into M.
+        (..., M, K), FP16 or BF16, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise, any
+        stride between lines. If b has two dimensions, leading dimensions are folded into M.
     b : Tensor
         (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
         there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
@@ -386,7 +445,11 @@ def gemm(
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8.
+        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
+        and INT8.
+    math : {"tf32"}, optional
+        What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
+        10 bits of fraction. Of no other operands.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
         ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before
@@ -435,4 +498,4 @@ def gemm(
     >>> row_sum.tolist()
     [24.0, 24.0]
     """
-    return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
+    return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, math=math, **inputs)

@@ -73,7 +73,7 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
         if given[name].dtype.itemsize == 1:
             wrt = next(n for n, x in given.items() if traced.is_differentiated(x))
             raise ValueError(
-                f"{wrt} requires grad and {name} is {given[name].dtype}: there are no gradients of a product in FP8. "
+                f"{wrt} requires grad and {name} is {given[name].dtype}, and products in 8 bits have no gradients. "
                 f"{outside[0].upper()}{outside[1:]}, or pass {wrt}.detach()"
             )
 

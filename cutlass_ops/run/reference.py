@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, dtype
+from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, DType, dtype, tf32
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Expression, Graph
@@ -260,6 +260,9 @@ def accumulator(
     Tensor
         (M, N), in `compute_dtype`.
     """
+    if a.dtype == torch.int8:
+        # Sums of whole numbers are exact, and rounded once.
+        return (a.double() @ b.double()).to(compute_dtype)
     a, b = a.to(compute_dtype), b.to(compute_dtype)
     if not graph.block_scales:
         return a @ b
@@ -283,6 +286,29 @@ def dequantised(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple
     spread = scale_a.repeat_interleave(BLOCK_K, 1)[:, :k]
     columns = of_columns(scale_b, b.shape[1]).repeat_interleave(BLOCK_K, 1)[:, :k]
     return a.to(scale_a.dtype) * spread, b.to(scale_b.dtype) * columns.t()
+
+
+def as_multiplied(x: Tensor, element: DType) -> Tensor:
+    """Return a tensor as the Tensor Cores read it: FP32 rounded to TF32, ties away from zero, and others as they are.
+
+    A kernel rounds so as well. Infinities and NaN stay, and what is nearer to 2**128 than to TF32's largest number
+    becomes infinite.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    element : DType
+        The type that is multiplied.
+    """
+    if element is not tf32:
+        return x
+    bits = x.contiguous().view(torch.int32)
+    rounded = ((bits + _HALF_OF_TF32) & ~(2 * _HALF_OF_TF32 - 1)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+_HALF_OF_TF32 = 1 << 12  # of the last bit that TF32 keeps, in the bits of FP32
 
 
 def gemm_reference(

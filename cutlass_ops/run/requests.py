@@ -63,11 +63,15 @@ def requested(op: Any, /, *arguments: Any, **named: Any) -> Request:
     """
     prepare = _PREPARED_BY.get(op) if isinstance(op, FunctionType) else None
     if prepare is None:
-        return _request_of(called(op, named.pop("epilogue", None)), *arguments, **named)
+        of = called(op, named.pop("epilogue", None))
+        math = named.pop("math", None)
+        return _request_of(of if math is None else of.in_math(math), *arguments, **named)
     bound = inspect.signature(op).bind(*arguments, **named)
     bound.apply_defaults()
     given = {"inputs": {}, **bound.arguments}
     found, values = prepare(**{name: given[name] for name in inspect.signature(prepare).parameters})
+    if given.get("math") is not None:
+        found = found.in_math(given["math"])
     return Request(found, values, given["inputs"] | {n: given[n] for n in ("out", "out_dtype") if n in given})
 
 

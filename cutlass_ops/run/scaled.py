@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import mma
+from cutlass_ops.base.mma import Math
 from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.run import traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
@@ -45,6 +46,7 @@ def scaled_gemm(
     epilogue: Epilogue | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute epilogue(scale_a * scale_b * (a @ b), inputs) in one kernel.
@@ -77,6 +79,8 @@ def scaled_gemm(
         Where to write the outputs.
     out_dtype : torch.dtype, optional
         D's dtype; by default BF16 for FP8, and that of a otherwise. FP8 saturates; its scale is an input of `epilogue`.
+    math : {"tf32"}, optional
+        What the Tensor Cores make of FP32 operands, as for :func:`cutlass_ops.gemm`.
     **inputs
         The epilogue's inputs by name.
 
@@ -118,7 +122,7 @@ def scaled_gemm(
     torch.Size([4, 384])
     """
     op, arguments = _prepare_scaled(a, b, scale_a, scale_b, epilogue)
-    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 def is_vector(scale: object) -> bool:

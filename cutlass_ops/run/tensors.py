@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cutlass_ops.base.dtypes import ALL, READ, DType
+from cutlass_ops.base.dtypes import HELD, READ, DType
 from cutlass_ops.run import batches, traced
 
-_DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
+_DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in HELD}
 
 
-def element_type(name: str, tensor: Tensor, allowed: Sequence[DType] = ALL) -> DType:
+def element_type(name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:
     """Return a tensor's element type.
 
     Raises
@@ -25,7 +25,7 @@ def element_type(name: str, tensor: Tensor, allowed: Sequence[DType] = ALL) -> D
     """
     found = _DTYPES.get(tensor.dtype)
     if found is None or found not in allowed:
-        names = ", ".join(str(getattr(torch, t.torch_name)) for t in ALL if t in allowed)
+        names = ", ".join(str(getattr(torch, t.torch_name)) for t in HELD if t in allowed)
         raise TypeError(f"{name} is {tensor.dtype}: use one of {names}")
     return found
 

@@ -107,6 +107,7 @@ MAKERS = {
     EXACT: ("cutlass_ops.run.kernels", "kernel_again"),
     "gemm_swiglu": ("cutlass_ops.run.gated", "swiglu_again"),
     "gated": ("cutlass_ops.run.gated", "gated_again"),
+    "math": ("cutlass_ops.run.ops", "in_math_again"),
     "grouped": ("cutlass_ops.run.grouped", "op_again"),
 }
 
@@ -129,13 +130,24 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any, fo
     form : Form
         How the GEMMs of a call belong together.
     """
-    op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
+    op = named(name, {how: plain})
     _LIVE.setdefault(op, called)
     outputs = ",".join(f"{o.name}:{o.kind.value}:{graph.stored_type(o)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
     names = ",".join((*(f"{name}:{form}" for name in form.operands), *(i.name for i in graph.inputs)))
     return ";".join((names, ",".join(graph.products), scalars, outputs, op))
+
+
+def named(name: str, made_by: Mapping[str, Any]) -> str:
+    """Return the string that names an object in programs, from what makes it again and the plain values for that."""
+    return f"{name} {json.dumps(made_by, separators=(',', ':'))}"
+
+
+def maker_of(op: str) -> tuple[str, Any]:
+    """Return what makes the object again that a string names, and its plain values."""
+    ((how, plain),) = json.loads(op.partition(" ")[2]).items()
+    return how, plain
 
 
 def find(op: str) -> Portable:
@@ -151,9 +163,9 @@ def find(op: str) -> Portable:
 
 @functools.lru_cache(maxsize=1024)
 def _made(op: str) -> Portable:
-    name, _, text = op.partition(" ")
+    name = op.partition(" ")[0]
     try:
-        ((how, plain),) = json.loads(text).items()
+        how, plain = maker_of(op)
         module, function = MAKERS[how]
     except (ValueError, AttributeError, KeyError):
         raise ConfigError(
@@ -243,9 +255,19 @@ class Traced:
         self.dtypes = tuple(d[2] for d in described)
 
     def __call__(
-        self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
+        self,
+        a: Any,
+        b: Any,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        math: str | None = None,
+        **named: Any,
     ) -> Any:
         """Call the op as an operator."""
+        if math is not None:
+            own = Traced(_about(_IN_MATH, False, self.op, False, math))
+            return own(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         # During tracing, the tracer itself may stop at this question if the answer is yes.
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
@@ -600,6 +622,10 @@ _NO_TRANSFORM = (
 # ---- Constants of a trace ------------------------------------------------------------------------------------------
 
 _REMEMBERED: dict[str, Callable[..., Portable]] = {}
+
+
+# What makes an op that multiplies FP32 operands in some type, from another op's string.
+_IN_MATH = "cutlass_ops.run.ops.op_in_math"
 
 
 def remembered(make: Callable[..., Made]) -> Callable[..., Made]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cutlass_ops.base import arch, session
+from cutlass_ops.base.mma import Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
@@ -97,9 +98,12 @@ class Warm(traced.Portable):
         *inputs: Any,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
+        math: Math | None = None,
         **named: Any,
     ) -> Any:
         """Run it. Its own documentation has shapes and errors."""
+        if math is not None:
+            return self.in_math(math)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if _is_traced():
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if named or len(inputs) != self._count:
@@ -135,6 +139,16 @@ class Warm(traced.Portable):
         if not self._has_scalars:
             return inputs
         return tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+
+    def in_math(self, math: Math) -> Any:
+        """Return what multiplies FP32 operands in another type: see ``math`` of :func:`cutlass_ops.gemm`.
+
+        Raises
+        ------
+        TypeError
+            If nothing does.
+        """
+        raise TypeError(f"{self.name} takes no math: it is of FP32 operands, and of ops such as cutlass_ops.gemm")
 
     @abstractmethod
     def checked_call(

@@ -16,10 +16,11 @@ import numpy as np
 from cutlass_ops.artifacts.manifest import Choice
 from cutlass_ops.choose import policies
 from cutlass_ops.choose.knowledge import Knowledge
-from cutlass_ops.choose.policies import ROWS, Policy
+from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds.arrays import Flags, Floats
 

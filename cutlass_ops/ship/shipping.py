@@ -22,13 +22,14 @@ from cutlass_ops.base.dtypes import DType
 from cutlass_ops.base.errors import ConfigError, CutlassOpsError
 from cutlass_ops.base.mma import OPERANDS
 from cutlass_ops.choose import dispatch, policies, tables
-from cutlass_ops.choose.policies import ROWS, Policy
+from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.gpus import BY_TARGET
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
+from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.declare.spelling import INPUT_DTYPES, OPS, epilogue_of, problems_of, weights_of

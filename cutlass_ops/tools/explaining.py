@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import env
+from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
@@ -377,7 +378,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     major, minor = device.capability
     types = (
         Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
-        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in {_sums(signature)}"),
         *_lines(signature),
     )
     if config is None:
@@ -385,6 +386,8 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     instruction, stored = kind_of(config).unit(config)
     usual = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
     reason = f": {_misaligned(signature, config)}" if device.has_wgmma and signature.realigns else ""
+    if device.has_wgmma and _read_by_mma_sync(signature):
+        reason = f": wgmma reads {signature.a.dtype} along K only, and a is {signature.a} and b is {signature.b}"
     return (
         *types,
         Finding("d", f"{signature.d}, stored {stored or usual}"),
@@ -392,10 +395,22 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     )
 
 
+def _sums(signature: OpSignature) -> str:
+    """Name the type of the accumulator."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    return "FP32" if mma is None or mma.accumulator is f32 else "INT32, and brought to FP32 for the epilogue"
+
+
+def _read_by_mma_sync(signature: OpSignature) -> bool:
+    """Whether wgmma multiplies the types, but not in these majors."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    return mma is not None and bool(mma.wgmma_opcode) and not mma.takes_majors(*signature.majors, wgmma=True)
+
+
 def _lines(signature: OpSignature) -> tuple[Finding, ...]:
     """Say how operands lie of which kernels read no other layout, and that none is brought to it at a call."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    if mma is None or not mma.wgmma_k_major_only:
+    if mma is None or not mma.along_k_only:
         return ()
     says = "along K, from multiples of 16 bytes, as a call needs of this type: nothing is copied, transposed or padded"
     return (Finding("lines", says),)
@@ -412,7 +427,10 @@ def _groups(problem: Problem, grouped: bool) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
     if not grouped:
         return ()
-    says = f"chosen for {problem.m} rows in each of {problem.count}, since only the device knows how many they have"
+    says = (
+        f"chosen for {problem.count} with a mean of {problem.m} rows, spread in several ways, since only the device "
+        "knows how many each has"
+    )
     return (Finding("groups", says),)
 
 
@@ -422,7 +440,7 @@ def _misaligned(signature: OpSignature, config: Config | None) -> str:
     return (
         f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs"
         + (", so they are copied to aligned workspace first; " if copied else "; ")
-        + "pad the leading dimension to a multiple of 8 elements"
+        + f"pad the leading dimension to a multiple of {signature.a.dtype.tma_alignment} elements"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import DENSE
@@ -33,6 +34,8 @@ _FINALISTS = 3
 _ROUNDING = 2.0
 _SUMS = 1e-4
 _SUMS_OF_8_BITS = 2.0**-9
+# Of operands that are rounded to 10 bits of fraction first.
+_SUMS_OF_TF32 = 2.0**-10
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
 # more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
@@ -229,6 +232,8 @@ class Trial:
         tensor = _empty(shape, operand, self._device)
         if operand.dtype.bits >= 16:
             return tensor.normal_(0, scale, generator=self._generator)
+        if operand.dtype is i8:
+            return tensor.random_(-128, 128, generator=self._generator)
         drawn = torch.empty(shape, device=self._device).normal_(0, scale, generator=self._generator)
         return tensor.copy_(drawn)
 
@@ -243,7 +248,8 @@ class Trial:
 
     def _wrong(self) -> str | None:
         outputs = self._signature.epilogue.outputs
-        sums = _SUMS if self._signature.a.dtype.bits >= 16 else _SUMS_OF_8_BITS
+        multiplied = self._signature.a.dtype
+        sums = _SUMS_OF_TF32 if multiplied is tf32 else _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
         for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
             if not found.dtype.is_floating_point:
                 others = float((found != wanted).double().mean())

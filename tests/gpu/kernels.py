@@ -659,7 +659,7 @@ def called(device: Device) -> list[KernelSpec]:
 
 def named() -> dict[str, list[KernelSpec]]:
     """Return all kernels that tests know by name; several may have one."""
-    from tests.gpu import edges, language
+    from tests.gpu import edges, language, multiplied
 
     groups = (
         matrix(),
@@ -679,7 +679,7 @@ def named() -> dict[str, list[KernelSpec]]:
         grouped(),
     )
     found: dict[str, list[KernelSpec]] = {}
-    for group in (*groups, edges.specs(), language.specs()):
+    for group in (*groups, edges.specs(), language.specs(), multiplied.specs()):
         for name, wanted in group.items():
             found.setdefault(name, []).append(wanted)
     return found
@@ -703,6 +703,10 @@ def build(names: Iterable[str], modules: Iterable[str]) -> int:
     if DISPATCHING & set(modules):
         device = call.device_of(torch.device("cuda", 0))
         wanted += [*dispatched(device), *called(device)]
+    if "test_types" in modules:
+        from tests.gpu import multiplied
+
+        wanted += multiplied.called()
     if TRAINING & set(modules):
         from tests.gpu import steps
 
@@ -712,4 +716,4 @@ def build(names: Iterable[str], modules: Iterable[str]) -> int:
 
 
 if __name__ == "__main__":
-    print(build(named(), DISPATCHING | TRAINING), "kernels")
+    print(build(named(), DISPATCHING | TRAINING | {"test_types"}), "kernels")

@@ -16,6 +16,7 @@ pytestmark = [
 
 # M, N, K: few rows, a tile and more, extents that no tile divides, lines that are not aligned to 16 bytes.
 PROBLEMS = [(3, 512, 1024), (256, 512, 1024), (200, 136, 264), (64, 130, 100)]
+INPUTS = {"gemm": (), "gemm_bias_relu": ("bias",), "gemm_bias_residual": ("bias", "residual")}
 
 
 def operands(m, n, k, dtype):
@@ -25,7 +26,7 @@ def operands(m, n, k, dtype):
 
 
 def require_right(name, found, given):
-    a, b, *inputs = (given[n] for n in ("a", "b", *getattr(co, name).names))
+    a, b, *inputs = (given[n] for n in ("a", "b", *INPUTS[name]))
     wanted = EAGER[name](*(x.double() for x in (a, b, *inputs)))
     assert_close(found, wanted, EAGER[name](a, b, *inputs))
 
@@ -55,12 +56,12 @@ def cc(cupy):
 def test_cupy_arrays_are_served_by_the_same_kernel(cupy, cc, problem):
     given = operands(*problem, torch.float16)
     arrays = {name: cupy.from_dlpack(x) for name, x in given.items()}
-    for name in ("gemm", "gemm_bias_relu", "gemm_bias_residual"):
-        inputs = [x for n, x in arrays.items() if n in getattr(co, name).names]
+    for name, of_epilogue in INPUTS.items():
+        inputs = [arrays[n] for n in of_epilogue]
         found = getattr(cc, name)(arrays["a"], arrays["b"], *inputs)
         assert isinstance(found, cupy.ndarray)
         require_right(name, torch.from_dlpack(found), given)
-        inputs = [x for n, x in given.items() if n in getattr(co, name).names]
+        inputs = [given[n] for n in of_epilogue]
         assert torch.equal(torch.from_dlpack(found), getattr(co, name)(given["a"], given["b"], *inputs))
 
 
@@ -116,8 +117,8 @@ def as_arrays(jax, given):
 def test_xla_calls_kernels(jax, cj, problem, dtype):
     given = operands(*problem, dtype)
     arrays = as_arrays(jax, given)
-    for name in ("gemm", "gemm_bias_relu", "gemm_bias_residual"):
-        inputs = [x for n, x in arrays.items() if n in getattr(co, name).names]
+    for name, of_epilogue in INPUTS.items():
+        inputs = [arrays[n] for n in of_epilogue]
         compiled = jax.jit(getattr(cj, name)).lower(arrays["a"], arrays["b"], *inputs).compile()
         assert "cutlass_ops." in compiled.as_text()
         for _ in range(3):

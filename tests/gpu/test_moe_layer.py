@@ -8,7 +8,11 @@ import torch
 from tests.gpu import tensors
 from tests.scripts import EXAMPLES, script
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Threads that build kernels are the first to use the device.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 HIDDEN = 512
 SIZES = {

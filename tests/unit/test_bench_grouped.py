@@ -1,11 +1,17 @@
 """The benchmark of groups of rows: its cases, its tensors and its summary."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from cutlass_ops.choose import policies
+from cutlass_ops.declare.device import Device
 from tests.scripts import script
 
 BENCH = script("bench_grouped")
+EVALUATE = script("evaluate_grouped")
 
 
 @pytest.mark.parametrize("groups", BENCH.GROUPS)
@@ -47,3 +53,18 @@ def test_a_summary_has_each_way_to_spread_tokens():
     found = BENCH.summary([row, {**row, "tokens": 1024, "ratio_to_best_peer": 0.5}])
     worst = {"worst": 0.5, "worst_case": "8 experts, 1024 tokens", "losses": 1}
     assert found == {"none, zipf": {"geomean": 1.0, **worst, "cases": 2}}
+
+
+# ---- What the time model says of the results -------------------------------------------------------------------------
+
+
+def test_the_model_knows_groups_of_several_sizes():
+    result = json.loads((Path(BENCH.__file__).parent / "results" / "grouped_h100.json").read_text())
+    device = Device((9, 0), result["multiprocessors"], result["chip"])
+    kernels = policies.policy(EVALUATE.signature(device), device).kernels
+    # Times below are those of the launch itself, and of one expert with everything no kernel is chosen for its time.
+    rows = [r for r in result["rows"] if r["groups"] != "one_hot" and r["ours_ms"] > 0.03]
+    assert len(rows) == 32
+    for row in rows:
+        times = EVALUATE.predicted(kernels, row, device)
+        assert 0.85 < row["ours_ms"] / times[row["kernel"]] < 1.15, row

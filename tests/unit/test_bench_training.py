@@ -42,7 +42,8 @@ def test_a_wrong_gradient_is_found(bench):
 def test_rows_that_are_there_are_kept(bench, monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "1")  # so that what main() sets does not stay
     monkeypatch.setattr(bench.harness, "environment", lambda: {"chip": "none"})
-    ran = []
+    ran, built = [], []
+    monkeypatch.setattr(bench, "build_ahead", built.extend)
     monkeypatch.setattr(
         bench, "run_case", lambda *case: ran.append(case) or dict(zip(("layer", "m", "n", "k"), case[:4], strict=True))
     )
@@ -54,4 +55,5 @@ def test_rows_that_are_there_are_kept(bench, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [*script_arguments, "--resume", str(first), "--out", str(both)])
     bench.main()
     assert [tuple(case[1:4]) for case in ran] == list(bench.SHAPES["mlp"])
+    assert [case[:4] for case in ran] == built
     assert len(json.loads(both.read_text())["rows"]) == len(bench.SHAPES["mlp"])

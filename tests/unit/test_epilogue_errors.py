@@ -262,7 +262,7 @@ class TestErrors:
 
         refused(approximation, "approximate='none' and approximate='tanh', not 'erf'")
         refused(bounds, "needs min, max or both")
-        refused(element, "unknown dtype 'i8'", "bf16")
+        refused(element, "dtype 'i8' is not supported here", "bf16")
 
     @pytest.mark.parametrize(
         ("result", "problem"),

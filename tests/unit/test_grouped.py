@@ -250,10 +250,22 @@ def test_autocast_reaches_x_and_w():
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "m"), [(1, 256, 1), (64, 64, 2), (1024, 16, 72), (300, 1, 300), (8192, 8, 1056), (2, 1, 2)]
+    ("rows", "experts", "m"), [(1, 256, 1), (64, 64, 1), (1024, 16, 64), (299, 1, 296), (8192, 8, 1024), (2, 1, 2)]
 )
-def test_a_kernel_is_chosen_for_groups_of_one_size(rows, experts, m):
+def test_a_kernel_is_chosen_for_a_mean(rows, experts, m):
     assert groups.typical(rows, 64, 32, experts) == Problem(m, 64, 32, experts)
+
+
+@pytest.mark.parametrize("epilogue", [composed.swiglu, mixed])
+def test_one_kernel_computes_all_groups(epilogue):
+    given = {"up": torch.empty(4, 64, 64, dtype=BF16, device="meta").mT}
+    given |= {
+        "bias": torch.empty(64, dtype=BF16, device="meta"),
+        "residual": torch.empty(512, 64, dtype=BF16, device="meta"),
+    }
+    given |= {"scale": torch.empty(512, device="meta"), "factor": 2.0}
+    inputs = {i.name: given[i.name] for i in epilogue.graph.inputs}
+    assert made(epilogue.graph, **inputs).why_apart is None
 
 
 def made(graph, rows=512, experts=4, n=64, k=64, **inputs):
@@ -320,7 +332,7 @@ def test_a_call_is_explained():
     assert found.problem == (512, 64, 64)
     assert "in 4 groups" in found.verdict
     assert found.to_json()["groups"] == 4
-    assert "chosen for 140 rows in each of 4" in str(found)
+    assert "chosen for 4 with a mean of 128 rows" in str(found)
     on_cpu = co.explain(co.grouped_gemm, **wrong())
     assert (on_cpu.served_by, on_cpu.problem, on_cpu.grouped) == ("PyTorch", (6, 8, 16), True)
     assert co.warm_up(co.grouped_gemm, **wrong()) == 0

@@ -160,6 +160,10 @@ def cluster(m, n):
 
 
 MN_MAJOR = {"a": "bf16.col", "b": "bf16.row"}
+TF32 = {"a": "tf32.row", "b": "tf32.col", "instruction": InstructionShape(16, 8, 8)}
+INT8_90 = {"a": "i8.row", "b": "i8.col"}
+INT8 = {**INT8_90, "instruction": InstructionShape(16, 8, 32), "stages": 3, "threadblock": (128, 128, 64)}
+INT8["warp"] = (64, 64, 64)
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 
 
@@ -348,6 +352,14 @@ NEIGHBOURS = [
     ("store_map", sm80((128, 192, 32), (32, 96, 32), d="f32.row"), sm80((128, 192, 32), (32, 96, 32))),
     ("cp_async", sm80(a="bf16.row.align2", stages=3), sm80(a="bf16.row.align1", stages=3)),
     ("cp_async", sm80(b="bf16.col.align1", stages=2), sm80(b="bf16.col.align1", stages=4)),
+    ("two_stages", sm80(**TF32, stages=3), sm80(**TF32, stages=2)),
+    ("two_stages", sm80(**INT8), sm80(**INT8 | {"stages": 2})),
+    ("integer_sums", sm80(**INT8), sm80(**INT8, stream_k=True)),
+    ("integer_sums", sm90(**INT8_90, **COOP), sm90(**INT8_90, **COOP, split_k=2)),
+    ("tile_n", sm90(n=48, **INT8_90), sm90(n=40, **INT8_90)),
+    ("accumulation", sm90(n=64, k=128, **INT8_90), sm90(n=64, k=128, **INT8_90, accumulation="promoted")),
+    ("operand_majors", sm80(**INT8), sm80(**INT8 | {"b": "i8.row"})),
+    ("means_of_rows", sm80(epilogue=rms), sm80(**TF32, epilogue=rms)),
     ("lines", gemv(d="bf16.col.align1"), gemv(a="bf16.col")),
     ("lines", gemv(epilogue=gated, inputs={"r": "bf16.col.align1"}), gemv(b="bf16.col.align4")),
     ("whole_outputs", gemv(epilogue=everything_whole), gemv(epilogue=row_sum)),

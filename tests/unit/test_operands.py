@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32
+from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32, i8
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run.call import check_call, given_outputs, signature_of
 from cutlass_ops.run.inputs import integer
@@ -116,13 +116,14 @@ def test_memory_that_no_kernel_can_address_is_refused(strides):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "element"), [(F16, f16), (BF16, bf16), (F32, f32), (torch.float8_e4m3fn, e4m3), (torch.float8_e5m2, e5m2)]
+    ("dtype", "element"),
+    [(F16, f16), (BF16, bf16), (F32, f32), (torch.float8_e4m3fn, e4m3), (torch.float8_e5m2, e5m2), (torch.int8, i8)],
 )
 def test_element_types(dtype, element):
     assert element_type("x", torch.zeros(1, dtype=dtype)) == element
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_other_element_types_are_refused_by_name(dtype):
     with pytest.raises(
         TypeError, match=rf"^bias is {dtype}: use one of torch.float16, torch.bfloat16, torch.float32, torch.float8"
@@ -217,7 +218,7 @@ META = torch.zeros(8, 10, dtype=BF16, device="meta")
 REFUSED = {
     "a is no tensor": ({"a": [[1.0]]}, TypeError, r"^a must be a torch\.Tensor, not list"),
     "b is no tensor": ({"b": None}, TypeError, r"^b must be a torch\.Tensor, not NoneType"),
-    "a in FP32": ({"a": torch.zeros(6, 8)}, TypeError, r"^a is torch\.float32: use one of torch\.float16"),
+    "a in FP32": ({"a": torch.zeros(6, 8)}, TypeError, r"^a is torch\.float32, .* pass math='tf32'"),
     "b in FP32": ({"b": torch.zeros(8, 10)}, TypeError, r"^b is torch\.float32"),
     "a and b differ": (
         {"b": torch.zeros(8, 10, dtype=F16)},

@@ -13,6 +13,7 @@ from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run import norms
 from cutlass_ops.ship import catalog, shipping
@@ -52,7 +53,7 @@ def test_a_weight_is_every_kernel_that_some_number_of_rows_needs():
     found = shipment(Catalogue(kernels=(kernels(shapes=(), weights=("4096x1024",)),)))
     assert set(found.specs) == set(dispatch.specs_for(signature(), A100, 4096, 1024))
     ((choice,),) = found.choices.values()
-    chosen = {choice.at(m).config for m in policies.ROWS}
+    chosen = {choice.at(m).config for m in ROWS}
     assert chosen <= {spec.config for spec in found.specs}
     assert len(chosen) > 1
 

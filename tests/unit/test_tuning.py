@@ -491,8 +491,8 @@ def test_dtypes_have_several_names(dtypes, found, chip, tmp_path, monkeypatch):
     [
         ({"a": "rows"}, ValueError, "a is 'rows': say row or col"),
         ({"b": None}, ValueError, "b is None: say row or col"),
-        ({"dtypes": "int8"}, ValueError, "unknown dtype 'int8': use one of"),
-        ({"dtypes": [torch.int8]}, ValueError, "unknown dtype 'int8': use one of"),
+        ({"dtypes": "int4"}, ValueError, "unknown dtype 'int4': use one of"),
+        ({"dtypes": [torch.uint8]}, ValueError, "unknown dtype 'uint8': use one of"),
         ({"device": 7}, NoDeviceError, "there is no device 7: this process sees 1"),
     ],
 )

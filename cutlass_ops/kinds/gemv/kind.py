@@ -7,7 +7,7 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.gemv import footprint, lowering, rules, space
 from cutlass_ops.kinds.gemv.model import GemvTimer
 from cutlass_ops.kinds.kind import Kind
-from cutlass_ops.kinds.serving import by_mma_sync
+from cutlass_ops.kinds.serving import in_16_bits
 
 
 def _unit(config: GemvConfig) -> tuple[str, str]:
@@ -19,7 +19,7 @@ def _unit(config: GemvConfig) -> tuple[str, str]:
 GEMV = Kind(
     config=GemvConfig,
     forms=(DENSE,),
-    multiplies=by_mma_sync,
+    multiplies=in_16_bits,
     stores_fp8=True,
     noun="a GemvConfig",
     template="gemv.cu.j2",

@@ -9,7 +9,7 @@ Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass
 
 from __future__ import annotations
 
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import f32, i8
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.orientation import reduced_along_m
 from cutlass_ops.declare.spec import KernelSpec
@@ -28,8 +28,8 @@ def shared_memory(spec: KernelSpec, config: Sm80Config, stages: int | None = Non
 def _epilogue(spec: KernelSpec, config: Sm80Config) -> Block:
     """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators per warp, and visitors' storage."""
     tile, warp = config.threadblock, config.warp
-    # CUTLASS exchanges twice as many rows at once if D's accesses have 16 bytes (default_epilogue_tensor_op.h).
-    fragments = 2 if spec.d.aligned else 1
+    # CUTLASS exchanges twice as many rows of FP32 at once if D's accesses have 16 bytes (default_epilogue_tensor_op.h).
+    fragments = 2 if spec.d.aligned and spec.a.dtype is not i8 else 1
     padding = 8
     rows = tile.m // warp.m * 8 * fragments
     accumulators = Block(rows * (tile.n + padding) * f32.bytes)

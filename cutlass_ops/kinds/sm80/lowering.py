@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import DType, f32, i8, tf32
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
@@ -35,7 +36,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, Sm80Config)
     lowered = lower(spec.epilogue)
     t, w, i = config.threadblock, config.warp, config.instruction
-    return types(spec, lowered, "cutlass_ops/sm80_places.h") | {
+    return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
+        "integers": spec.a.dtype is i8,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
@@ -58,6 +60,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         else None,
         "shared_memory_limit": arch.target(spec.target).shared_memory,
     }
+
+
+def _loaded(dtype: DType) -> DType:
+    """Return FP32 for TF32: CUTLASS then rounds what warps read of shared memory, which the instruction would cut."""
+    return f32 if dtype is tf32 else dtype
 
 
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:

@@ -155,9 +155,12 @@ def times(
     blocks = _resident(blocks_of, costs, element_bytes, target)
     rows = np.ceil(m / tile_m)
     tiles, steps = gemms * rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
-    compute = tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
+    # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes.
+    width = element_bytes / _16_BITS[0]
+    alignment = max(1, alignment * element_bytes // _16_BITS[0])
+    compute = width * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
-    step = _soft_max(compute, (tile_m + tile_n) * tile_k / loads)
+    step = _soft_max(compute, width * (tile_m + tile_n) * tile_k / loads)
     hidden = np.maximum(1, stages - 1) ** costs.stages
     latency = (costs.latency if alignment == 1 else costs.wide_latency) / hidden
     slots = multiprocessors * blocks

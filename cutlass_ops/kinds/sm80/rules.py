@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import i8, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm90_serves
+from cutlass_ops.kinds.serving import sm90_serves, takes_means
 
 # Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest.
 _MAX_ACCUMULATOR_SHARE = 2
-_ACCESS = 8  # 16-bit elements in one 16-byte access; shared memory is always written in these
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
-_SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
+# gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits.
+_SHORTEST_LINE = {16: 16, 32: 32}
 
 
 def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
@@ -99,7 +100,8 @@ def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     k = config.threadblock.k
     for operand in sides(spec):
         contiguous, strided = (k, operand.extent) if operand.k_major else (operand.extent, k)
-        if not _covers(contiguous, strided, config.warps, operand.k_major):
+        # Shared memory is always written 16 bytes at a time.
+        if not _covers(contiguous, strided, config.warps, operand.k_major, spec.a.dtype.tma_alignment):
             yield (
                 f"{config.warps} warps cannot share the loads of {operand.name}'s tile, {strided} lines of "
                 f"{contiguous} adjacent elements, evenly: use powers of two for threadblock.{operand.side} and "
@@ -107,16 +109,16 @@ def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
             )
 
 
-def _covers(contiguous: int, strided: int, warps: int, k_major: bool) -> bool:
-    """Return whether the warps' accesses cover an operand's tile exactly.
+def _covers(contiguous: int, strided: int, warps: int, k_major: bool, access: int) -> bool:
+    """Return whether the warps' accesses, of so many elements each, cover an operand's tile exactly.
 
     ``DefaultMmaCore`` in ``gemm/threadblock/default_mma_core_sm80.h`` arranges a warp's lanes.
     ``PitchLinearWarpRakedThreadMap`` in ``transform/pitch_linear_thread_map.h`` arranges the warps, and silently rounds
     down.
     """
-    accesses = contiguous // _ACCESS
+    accesses = contiguous // access
     lanes = accesses if k_major else min(accesses, 8)
-    if contiguous % _ACCESS or warps < 1 or lanes < 1 or arch.WARP % lanes or accesses % lanes:
+    if contiguous % access or warps < 1 or lanes < 1 or arch.WARP % lanes or accesses % lanes:
         return False
     lines = arch.WARP // lanes
     if strided % lines:
@@ -155,11 +157,12 @@ def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _short_lines(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    shortest = _SHORTEST_LINE.get(spec.a.dtype.bits, 0)
     for operand in sides(spec):
-        if not operand.k_major and operand.extent < _SHORTEST_LINE:
+        if not operand.k_major and operand.extent < shortest:
             yield (
                 f"threadblock.{operand.side} is {operand.extent}, along which {operand.name}'s lines lie in memory: "
-                f"CUTLASS's layouts of shared memory have lines of {_SHORTEST_LINE} elements or more; use that, or "
+                f"CUTLASS's layouts of shared memory have lines of {shortest} elements or more; use that, or "
                 f"lines along K"
             )
 
@@ -173,6 +176,34 @@ def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
                 ({"stages": 2},),
                 f"pad {name}",
             )
+
+
+def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    # DefaultMma<float, ..., 2, ...> in gemm/threadblock/default_mma.h: OpMultiplyAddFastF16.
+    if spec.a.dtype is tf32 and config.stages == 2:
+        yield Broken(
+            f"stages is 2 and a is {spec.a}, and CUTLASS's main loop of two stages multiplies FP32 in FP16",
+            ({"stages": 3},),
+        )
+    if spec.a.dtype is i8 and config.stages == 2:
+        yield Broken(f"stages is 2 and a is {spec.a}, of which no test has run two stages", ({"stages": 3},))
+
+
+def _integer_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype is i8 and config.stream_k:
+        yield Broken(
+            f"a is {spec.a} and stream_k is True, and no test has added up parts of integer sums",
+            ({"stream_k": False},),
+        )
+
+
+def _means(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if spec.epilogue.gathered and mma is not None and not takes_means(mma):
+        yield (
+            f"the epilogue takes {', '.join(spec.epilogue.gathered)}, and a is {spec.a}: means are taken of rows of "
+            "16 bits; use a Col for them"
+        )
 
 
 def _store_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
@@ -239,6 +270,9 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("load_predicates", "compiler", _load_predicates),
     Rule("store_map", "compiler", _store_map),
     Rule("cp_async", "hardware", _cp_async),
+    Rule("two_stages", "compiler", _two_stages),
+    Rule("integer_sums", "policy", _integer_sums),
+    Rule("means_of_rows", "policy", _means),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),
 )

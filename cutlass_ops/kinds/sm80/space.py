@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.base.dtypes import i8
+from cutlass_ops.base.mma import mma_of
+from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.order import SWIZZLES, TileOrder
@@ -14,7 +16,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 
 _SIDES = (32, 64, 128, 256)
-_TILES_K = (32, 64)
+_TILES_K_BYTES = (64, 128)
 _WARP_SIDES = (32, 64)
 _STAGES = (2, 3, 4, 5, 6)
 _WARPS = (1, 2, 4, 8)
@@ -40,19 +42,43 @@ UNTUNED_UNALIGNED = (
 )
 
 
-def candidates(_: OpSignature) -> Iterator[Sm80Config]:
+def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
     """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
-    for m, n, k, stages in product(_SIDES, _SIDES, _TILES_K, _STAGES):
+    tiles_k = [k // signature.a.dtype.bytes for k in _TILES_K_BYTES]
+    instruction = _instructions(signature)[0]
+    for m, n, k, stages in product(_SIDES, _SIDES, tiles_k, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
-            config = Sm80Config(ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k), stages=stages)
+            tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
+            config = Sm80Config(tile, warp, instruction, stages=stages)
             if config.warps in _WARPS:
                 yield config
                 yield replace(config, stream_k=True)
 
 
+def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
+    """Return the instructions for a signature's operands, or the usual one if there are none."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    shapes = mma.shapes if mma is not None else ()
+    return tuple(InstructionShape(*shape) for shape in shapes) or (InstructionShape(16, 8, 16),)
+
+
 def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]:
-    """Yield a configuration, for batches without stream-K."""
-    yield replace(config, stream_k=False) if signature.form == BATCHED else config
+    """Yield a configuration, for batches and integers without stream-K.
+
+    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more.
+    """
+    known = _instructions(signature)
+    if config.instruction not in known:
+        k = config.threadblock.k * 2 // signature.a.dtype.bytes
+        config = replace(
+            config,
+            threadblock=replace(config.threadblock, k=k),
+            warp=replace(config.warp, k=k),
+            instruction=known[0],
+            stages=max(3, config.stages),
+        )
+    whole = signature.form == BATCHED or signature.a.dtype is i8
+    yield replace(config, stream_k=False) if whole else config
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:

@@ -21,6 +21,7 @@ from cutlass_ops.declare.config import Means, Schedule, Sm90Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
+from cutlass_ops.kinds.spreads import Groups
 from cutlass_ops.kinds.traits import Extent, odd
 
 # Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache), as a power of two:
@@ -302,6 +303,8 @@ class Grid:
         Number of waves of tiles.
     active : array
         Number of SMs that work in a full wave.
+    rereads : array
+        How often a GEMM's B is read again, since it has more than one row of clusters.
     """
 
     rows: Floats
@@ -310,19 +313,41 @@ class Grid:
     steps: Floats
     waves: Floats
     active: Floats
+    rereads: Floats
 
 
 def grid(batch: Batch, problems: Problems, chip: Costs) -> Grid:
     """Return how configurations cover problems."""
-    m, n, k, gemms = Extents.of(problems)
-    rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
+    extents = Extents.of(problems)
+    rows = _rows_of_tiles(batch, extents.m)
+    return _grid(batch, extents, chip, rows, _rereads(batch, rows))
+
+
+def of_groups(batch: Batch, problems: Extents, groups: Groups, chip: Costs) -> tuple[Extents, Grid]:
+    """Return groups of several sizes as GEMMs of their mean size, and how configurations cover the groups."""
+    count = groups.counts.sum(0)
+    means = problems._replace(m=(groups.rows * groups.counts).sum(0) / count, gemms=count)
+    rows, shares = _rows_of_tiles(batch, groups.rows), groups.counts / count
+    return means, _grid(batch, means, chip, (shares * rows).sum(0), (shares * _rereads(batch, rows)).sum(0))
+
+
+def _rows_of_tiles(batch: Batch, m: Floats) -> Floats:
+    return _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
+
+
+def _rereads(batch: Batch, rows: Floats) -> Floats:
+    return np.asarray(np.minimum(rows / batch.cluster_m - 1, _MOST_REREADS))
+
+
+def _grid(batch: Batch, extents: Extents, chip: Costs, rows: Floats, rereads: Floats) -> Grid:
+    _, n, k, gemms = extents
     columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
     together = batch.cluster_m * batch.cluster_n * batch.split_k
     slots = np.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
     tiles = gemms * rows * columns
     blocks = tiles * batch.split_k
     steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
-    return Grid(rows, columns, tiles, steps, _ceil(blocks, slots), np.minimum(blocks, slots))
+    return Grid(rows, columns, tiles, steps, _ceil(blocks, slots), np.minimum(blocks, slots), rereads)
 
 
 def times(
@@ -391,7 +416,7 @@ def times(
     busy = waves * cover.steps * step + exposed * finish + adding_up
     busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
-    rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, _MOST_REREADS)
+    rereads = 1 + chip.reread * cover.rereads
     memory = gemms * (element_bytes * (m * k + k * n * rereads) + d_bytes * m * n) / (chip.dram * 1e3)
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import FP8, f32, i8
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.form import BATCHED, GROUPED
@@ -119,8 +119,14 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
 _OTHER_ROWS = ({"schedule": "pingpong"}, {"threadblock.m": 128}, {"threadblock.m": 256})
 
 
-def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _tile_n(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     n = config.threadblock.n
+    mma, each = mma_of(spec.a.dtype, spec.b.dtype), n // 2 if config.side_by_side else n
+    if mma is not None and not mma.takes_n(each):
+        yield (
+            f"threadblock.n is {n}, of which a warpgroup has {each}, and wgmma of {spec.a.dtype} has N of 8, 24 and "
+            "multiples of 16; use one of these"
+        )
     if n % arch.WGMMA_N_STEP or n > arch.WGMMA_N_MAX:
         yield (
             f"threadblock.n is {n}: wgmma has N from {arch.WGMMA_N_STEP} to {arch.WGMMA_N_MAX} in steps of "
@@ -198,8 +204,9 @@ def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             )
         return
     what, fast = f"accumulation is {config.accumulation!r}", ({"accumulation": "fast"},)
-    if spec.a.dtype.bits != 8:
-        yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up in FP32", fast)
+    if spec.a.dtype not in FP8:
+        kept = "exactly" if spec.a.dtype is i8 else "in FP32"
+        yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up {kept}", fast)
     if config.threadblock.k != BLOCK_K:
         yield Broken(
             f"{what}, and threadblock.k is {config.threadblock.k}: sums of {BLOCK_K} products, those "
@@ -298,6 +305,15 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
         yield (
             f"form is grouped, and d is {spec.d}: beside other (M, N) tensors it goes through registers; use a "
             f"lower alignment, such as '{spec.d.dtype}.row.align{spec.d.alignment // 2}'"
+        )
+
+
+def _integer_sums(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if spec.a.dtype is i8 and not config.whole_k:
+        yield Broken(
+            f"a is {spec.a} with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks that split K "
+            "exchange sums in FP32",
+            ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
         )
 
 
@@ -503,6 +519,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("batched", "policy", _batched),
     Rule("grouped", "policy", _grouped),
     Rule("split_k", "policy", _split_k),
+    Rule("integer_sums", "policy", _integer_sums),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
     Rule("multicast", "hardware", _multicast),

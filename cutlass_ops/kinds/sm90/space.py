@@ -8,6 +8,7 @@ from itertools import product
 from typing import get_args
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import i8
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import ClusterShape, Means, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
@@ -73,16 +74,16 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
 def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
-    Those of several GEMMs do not split K. Substitutes copy operands that TMA cannot read, compute means of A's rows in
-    another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel. With scales of
-    blocks they add up each step's sums, for which a tile may take two warpgroups.
+    Those of several GEMMs, and of integers, do not split K. Substitutes copy operands that TMA cannot read, compute
+    means of A's rows in another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel.
+    With scales of blocks they add up each step's sums, for which a tile may take two warpgroups.
     """
     if signature.epilogue.block_scales:
         config = replace(config, accumulation="promoted", threadblock=replace(config.threadblock, k=BLOCK_K))
         yield config
         yield replace(config, schedule="cooperative")
         return
-    if signature.form != DENSE:
+    if signature.form != DENSE or signature.a.dtype is i8:
         config = replace(config, split_k=1, scheduler="persistent")
     elif signature.realigns:
         config = replace(config, realign=True)

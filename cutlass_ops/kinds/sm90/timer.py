@@ -13,6 +13,7 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
+from cutlass_ops.kinds.spreads import ASSUMED
 from cutlass_ops.kinds.traits import Traits
 
 
@@ -52,8 +53,14 @@ class Sm90Timer:
         return Sm90Timer(self.traits, batch, by_gpc, *(x[:, places] for x in (self.ordered, self.copies, self.swapped)))
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
-        """Return times in microseconds with the better order of tiles, and whether that is the order by GPC."""
+        """Return times in microseconds with the better order of tiles, and whether that is the order by GPC.
+
+        Of groups, whose sizes nobody knows, it is the mean over those that are assumed.
+        """
         extents = Extents.of(problems)
+        if self.traits.grouped:
+            found = self._times_of_groups(extents, device)
+            return found + self._besides(extents, found, device), np.zeros_like(found, np.bool_)
         usual, by_gpc = self._times_by_order(extents, device)
         better = np.minimum(usual, by_gpc)
         return better + self._besides(extents, better, device), by_gpc < usual
@@ -87,10 +94,23 @@ class Sm90Timer:
         usual = np.where(
             self._launchable(cover, extents), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
         )
-        worth = self.ordered & (not self.traits.grouped) & (cover.waves <= WAVES_BY_GPC)
+        worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
         if not worth.any():
             return usual, np.full((1, 1), np.inf)
         return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
+
+    def _times_of_groups(self, extents: Extents, device: Device) -> Floats:
+        """Return the geometric mean over the spreads that are assumed.
+
+        The least of it is also the least mean loss: how much longer a kernel takes than the best one for each spread.
+        """
+        chip, widths = model.costs_of(device), (self.traits.element_bytes, self.traits.d_bytes)
+        found: Floats = np.zeros((1, 1))
+        for spread in ASSUMED:
+            means, cover = model.of_groups(self.batch, extents, spread.of(extents), chip)
+            times = model.times(self.batch, means, chip, widths, self.traits.lines, cover=cover)
+            found = found + spread.weight * np.log(times)
+        return np.exp(found)
 
     def _launchable(self, cover: model.Grid, extents: Extents) -> Flags:
         """Return whether the grid's y and z are in range: a kernel that is not persistent has a block per tile."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from cutlass_ops.declare.config import SmallConfig
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.kinds.kind import Kind
-from cutlass_ops.kinds.serving import by_mma_sync
+from cutlass_ops.kinds.serving import in_16_bits
 from cutlass_ops.kinds.small import footprint, lowering, rules, space
 from cutlass_ops.kinds.small.model import SmallTimer
 
 SMALL = Kind(
     config=SmallConfig,
     forms=(BATCHED,),
-    multiplies=by_mma_sync,
+    multiplies=in_16_bits,
     noun="a SmallConfig",
     template="small.cu.j2",
     values={"warps": (1, 2, 4, 8)},

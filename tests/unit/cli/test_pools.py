@@ -15,6 +15,7 @@ from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.base import resources
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.epilogue import composed
 from cutlass_ops.ship import distributing, pools
@@ -137,7 +138,7 @@ def test_choices_are_the_best_of_the_pool_where_measured_and_nearly_elsewhere():
             ranked = policy.ranked(problem, found.kernels)
             mine = next(c for c in ranked if c.config == choice.at(m).config)
             # Between the numbers of rows that were looked at, a kernel's time has jumped.
-            limit = 1.0 if mine.source == "measured" else 1.01 if m in policies.ROWS else 1.15
+            limit = 1.0 if mine.source == "measured" else 1.01 if m in ROWS else 1.15
             assert mine.microseconds <= ranked[0].microseconds * limit * (1 + 1e-9), (problem, mine)
             assert mine.config.refuses(choice.at(m).order) is None
 

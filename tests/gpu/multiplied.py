@@ -1,0 +1,199 @@
+"""The kernels and calls that the tests of the other types make, so that they are compiled side by side before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops.base.dtypes import tf32
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run import reference, requests
+from tests.gpu import tensors
+
+
+@co.epilogue
+def plain(acc):
+    return acc
+
+
+@co.epilogue
+def fused(acc, bias: co.Row, scale: co.Col, r: co.Tile):
+    """Every kind of input, and reductions in both directions."""
+    d = co.e.gelu(acc * scale + bias) + r
+    return {"d": d, "row": co.e.sum(d, dim=1), "column": co.e.max(d, dim=0)}
+
+
+@co.epilogue
+def elementwise(acc, bias: co.Row, scale: co.Col, r: co.Tile):
+    """The same inputs where nothing is reduced."""
+    return co.e.gelu(acc * scale + bias) + r
+
+
+@co.epilogue
+def gated(acc, up: co.Product):
+    return co.e.silu(acc) * up
+
+
+@co.epilogue
+def bias_relu(acc, bias: co.Row):
+    return co.e.relu(acc + bias)
+
+
+def specs() -> dict[str, KernelSpec]:
+    """Return kernels of every instruction, schedule and way to sum, by name."""
+    return _of_wgmma() | _of_mma_sync()
+
+
+def _of_wgmma() -> dict[str, KernelSpec]:
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+
+    def config(m: int, n: int, bytes_k: int, element: int, *clusters: int, **named: Any) -> co.Sm90Config:
+        return co.Sm90Config(shape(m, n, bytes_k // element), cluster(*(clusters or (1, 1))), **named)
+
+    found = {}
+    for dtype, size, d in (("tf32", 4, "f32"), ("i8", 1, "f32"), ("i8", 1, "bf16")):
+        kernels = {
+            "pingpong": (fused, config(128, 128, 128, size, 2, 1, schedule="pingpong")),
+            "swapped": (fused, config(64, 16, 256, size, schedule="pingpong", swap_ab=True)),
+            "few_rows": (elementwise, config(64, 8, 256, size, schedule="warp_specialized", swap_ab=True)),
+        }
+        if d == "f32":
+            kernels |= {
+                "plain": (plain, config(128, 96, 128, size, 1, 2, schedule="pingpong")),
+                "cooperative": (elementwise, config(256, 128, 128, size, 2, 1, schedule="cooperative")),
+                "side_by_side": (bias_relu, config(192, 128, 128, size, schedule="cooperative")),
+                "narrow": (plain, config(64, 48, 128, size, schedule="warp_specialized", swap_ab=True)),
+            }
+        if dtype == "tf32":
+            kernels |= {
+                "split_k": (elementwise, config(64, 64, 128, size, schedule="warp_specialized", split_k=4)),
+                "stream_k": (elementwise, config(128, 128, 128, size, schedule="cooperative", scheduler="stream_k")),
+                "gated": (gated, config(128, 64, 128, size, schedule="pingpong")),
+            }
+        for name, (epilogue, each) in kernels.items():
+            found[f"{dtype}-{d}-wgmma-{name}"] = KernelSpec(
+                a=f"{dtype}.row",
+                b=f"{dtype}.col",
+                d=f"{d}.row",
+                epilogue=epilogue,
+                inputs=_inputs(epilogue),
+                config=each,
+            )
+    return found
+
+
+def _of_mma_sync() -> dict[str, KernelSpec]:
+    def config(k: int, instruction: int, **named: Any) -> co.Sm80Config:
+        tile, warp = co.ThreadblockShape(64, 128, k), co.WarpShape(32, 64, k)
+        return co.Sm80Config(tile, warp, co.InstructionShape(16, 8, instruction), **{"stages": 3, **named})
+
+    found = {}
+    for a, b in (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row")):
+        for tail in ("", ".align1"):
+            found[f"tf32-mma_sync-{a}-{b}{tail}"] = KernelSpec(
+                a=f"tf32.{a}{tail}",
+                b=f"tf32.{b}{tail}",
+                d=f"f32.row{tail}",
+                epilogue=fused,
+                inputs=_inputs(fused, tail),
+                config=config(32, 8),
+                target="sm_90",
+            )
+    found["tf32-mma_sync-stream_k"] = KernelSpec(
+        a="tf32.row",
+        b="tf32.row",
+        d="bf16.row",
+        epilogue=elementwise,
+        inputs=_inputs(elementwise),
+        config=config(16, 8, stages=4, stream_k=True),
+        target="sm_90",
+    )
+    for d, tail, epilogue in (("f32", "", plain), ("f32", "", fused), ("bf16", "", fused), ("f16", ".align1", fused)):
+        found[f"i8-mma_sync-{d}{tail}-{epilogue.name}"] = KernelSpec(
+            a="i8.row",
+            b="i8.col",
+            d=f"{d}.row{tail}",
+            epilogue=epilogue,
+            inputs=_inputs(epilogue, tail),
+            config=config(64, 32),
+            target="sm_90",
+        )
+    return found
+
+
+def _inputs(epilogue: Any, tail: str = "") -> dict[str, str]:
+    taken = {i.name for i in epilogue.graph.inputs}
+    return {name: of for name, of in {"bias": "f32", "scale": "f32", "r": f"f32.row{tail}"}.items() if name in taken}
+
+
+# ---- Calls -----------------------------------------------------------------------------------------------------------
+
+
+def floats(rows: int, columns: int, major: str = "row", *, aligned: bool = True) -> Tensor:
+    """Draw an operand in FP32."""
+    return tensors.matrix(rows, columns, "f32", major, aligned=aligned)
+
+
+def several(rows: int, columns: int) -> Tensor:
+    """Draw a batch of three in FP32."""
+    return torch.randn(3, rows, columns, device="cuda")
+
+
+def whole(*shape: int) -> Tensor:
+    """Draw an operand in INT8, whose lines begin at multiples of 16 bytes."""
+    *others, columns = shape
+    padded = -(-columns // 16) * 16
+    return torch.randint(-128, 128, (*others, padded), dtype=torch.int8, device="cuda")[..., :columns]
+
+
+def exact(x: Tensor, w: Tensor) -> Tensor:
+    """Return what the Tensor Cores multiply, in float64, which has every sum of INT8."""
+    if x.dtype == torch.int8:
+        return x.double() @ w.double()
+    return reference.as_multiplied(x, tf32).double() @ reference.as_multiplied(w, tf32).double()
+
+
+def _tf32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> requests.Request:
+    x, w = floats(m, k, a, aligned=aligned), floats(k, n, b, aligned=aligned)
+    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda"), math="tf32")
+
+
+def _int8(m: int, n: int, k: int, out_dtype: torch.dtype) -> requests.Request:
+    bias = torch.randn(n, device="cuda")
+    return requests.requested(co.gemm, whole(m, k), whole(n, k).t(), epilogue=bias_relu, bias=bias, out_dtype=out_dtype)
+
+
+def _batches(x: Tensor, w: Tensor, math: str | None) -> requests.Request:
+    bias = torch.zeros(w.shape[-1], device="cuda")
+    named = {"math": math} if math else {"out_dtype": torch.float32}
+    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=bias, **named)
+
+
+# What a caller writes: odd extents and addresses, one row, every pair of majors, batches.
+CALLS: dict[str, Callable[[], requests.Request]] = {
+    "tf32 one row": lambda: _tf32(1, 256, 512, "row", "col"),
+    "tf32 several tiles": lambda: _tf32(333, 512, 1024, "row", "col"),
+    "tf32 lines across K": lambda: _tf32(333, 512, 1024, "col", "row"),
+    "tf32 odd": lambda: _tf32(129, 251, 1037, "row", "col", aligned=False),
+    "tf32 odd across K": lambda: _tf32(65, 33, 13, "col", "row", aligned=False),
+    "tf32 batches": lambda: _batches(several(65, 136), several(136, 72), "tf32"),
+    "tf32 batches along K": lambda: _batches(several(65, 136), several(72, 136).mT, "tf32"),
+    "i8 one row": lambda: _int8(1, 256, 512, torch.bfloat16),
+    "i8 several tiles": lambda: _int8(333, 512, 4096, torch.float32),
+    "i8 odd": lambda: _int8(129, 251, 1037, torch.float16),
+    "i8 small": lambda: _int8(17, 33, 16, torch.float32),
+    "i8 batches": lambda: _batches(whole(3, 65, 144), whole(3, 72, 144).mT, None),
+}
+
+
+def called() -> list[KernelSpec]:
+    """Return the kernels that these calls are served by."""
+    found = []
+    for make in CALLS.values():
+        op, arguments, named = make()
+        found.append(op.plan(*arguments, **named).spec)
+    return found

@@ -1,0 +1,135 @@
+"""The other types on the device: against float64 of what is multiplied, over shapes and layouts that are not usual."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops.base.dtypes import tf32
+from cutlass_ops.run import reference
+from cutlass_ops.run.call import device_of
+from tests.gpu import multiplied, oracle, tensors
+from tests.gpu.multiplied import CALLS, exact, floats, whole
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = multiplied.specs()
+# One row, one more than a tile's, several tiles; with lines of any length also odd extents and a K of less than a step.
+SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 1024)]
+ODD = [(129, 251, 1037), (3, 7, 5)]
+# Of FP32 sums, and of operands halfway between two numbers of TF32, which may be rounded to either.
+SUMS = 5e-5
+TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
+        pytest.skip("these kernels are compiled for Hopper")
+
+
+def draw(spec, m, n, k):
+    """Draw operands and inputs for a kernel."""
+    if spec.a.dtype is tf32:
+        x, w = (
+            floats(rows, columns, operand.major, aligned=operand.aligned)
+            for rows, columns, operand in ((m, k, spec.a), (k, n, spec.b))
+        )
+        size = k**0.5 / 16
+    else:
+        x, w, size = whole(m, k), whole(n, k).t(), k**0.5 * 64
+    drawn = {
+        "bias": torch.randn(n, device="cuda"),
+        "scale": torch.rand(m, device="cuda") / size,
+        "r": tensors.matrix(m, n, "f32", aligned=spec.d.aligned),
+        "up": floats(k, n, "col"),
+    }
+    return x, w, {i.name: drawn[i.name] for i in spec.epilogue.inputs}
+
+
+def wanted(spec, x, w, inputs):
+    """Return D in float64."""
+    acc = exact(x, w)
+    if "up" in inputs:
+        return F.silu(acc) * exact(x, inputs["up"])
+    if not inputs:
+        return acc
+    if len(inputs) == 1:
+        return (acc + inputs["bias"].double()).relu()
+    bias, scale, r = (inputs[name].double() for name in ("bias", "scale", "r"))
+    return F.gelu(acc * scale[:, None] + bias) + r
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_right(kernel):
+    spec = KERNELS[kernel]
+    shapes = SHAPES if spec.d.aligned else ODD
+    served = co.build(spec)
+    for m, n, k in shapes:
+        x, w, inputs = draw(spec, m, n, k)
+        found = served(x, w, **inputs)
+        d = wanted(spec, x, w, inputs)
+        if spec.epilogue.outputs[1:]:
+            found, row, column = found
+            assert oracle.error(row, d.sum(1)) <= max(SUMS, torch.finfo(found.dtype).eps)
+            assert oracle.error(column, d.amax(0)) <= max(SUMS, torch.finfo(found.dtype).eps)
+        if spec.a.dtype is not tf32 and not inputs:
+            assert torch.equal(found, d.float())  # every sum, rounded to FP32 once
+        elif found.dtype is torch.float32:
+            assert oracle.error(found, d) <= SUMS
+        else:
+            oracle.assert_close(found, d)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_is_right(call):
+    op, (x, w), named = CALLS[call]()
+    acc = exact(x, w)
+    found = op(x, w, **named)
+    d = (acc + named["bias"].double()).relu()
+    if found.dtype is torch.float32:
+        assert oracle.error(found, d) <= SUMS
+    else:
+        found = found.clamp(max=torch.finfo(found.dtype).max)
+        oracle.assert_close(found, d.clamp(max=torch.finfo(found.dtype).max))
+
+
+@pytest.mark.parametrize("kernel", ["tf32-f32-wgmma-plain", "tf32-mma_sync-col-row"])
+def test_tf32_rounds_to_nearest(kernel):
+    """Truncation would lose up to a whole unit in the last place; ties may go either way."""
+    spec, k, n = KERNELS[kernel], 64, 64
+    x = torch.zeros(256, k, device="cuda")
+    x[:, 0] = 1 + torch.arange(256, device="cuda") * 2.0**-18
+    one = torch.zeros(k, n, device="cuda")
+    one[0] = 1
+    x, one = (y if operand.major == "row" else y.t().contiguous().t() for y, operand in ((x, spec.a), (one, spec.b)))
+    nothing = {"bias": torch.zeros(n, device="cuda"), "scale": torch.ones(256, device="cuda")}
+    nothing |= {"r": torch.zeros(256, n, device="cuda")}
+    found = co.build(spec)(x, one, **{i.name: nothing[i.name] for i in spec.epilogue.inputs})
+    if spec.epilogue.inputs:
+        assert oracle.error(found.d[:, 0], F.gelu(reference.as_multiplied(x[:, 0], tf32).double())) <= 1e-3
+        return
+    found = found[:, :1]
+    assert ((found - x[:, :1]).abs() <= 2.0**-11).all()
+    assert torch.equal(found, reference.as_multiplied(found, tf32))
+
+
+@pytest.mark.parametrize("kernel", ["i8-f32-wgmma-plain", "i8-mma_sync-f32-plain"])
+def test_the_greatest_sums_of_int8_are_exact(kernel):
+    k = 65536
+    x, w = torch.full((130, k), -128, dtype=torch.int8, device="cuda"), whole(64, k)
+    w[0] = -128
+    w[1, 1:] = -128
+    assert torch.equal(co.build(KERNELS[kernel])(x, w.t()), exact(x, w.t()).float())
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_nothing_is_a_matrix_as_well(m, n, k):
+    x, w = torch.ones(m, k, device="cuda"), torch.ones(k, n, device="cuda")
+    assert co.gemm(x, w, math="tf32").tolist() == torch.zeros(m, n).tolist()
+
+
+def test_a_kernel_says_which_operands_it_takes():
+    x, w, _ = draw(KERNELS["tf32-f32-wgmma-plain"], 64, 64, 64)
+    with pytest.raises(ValueError, match="b is"):
+        co.build(KERNELS["tf32-f32-wgmma-plain"])(x, w.t().contiguous().t().contiguous())

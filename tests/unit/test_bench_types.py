@@ -1,0 +1,65 @@
+"""The benchmark of other types: its problems, its errors, its kernels and its summary."""
+
+import pytest
+import torch
+from signatures import H100
+
+from cutlass_ops.kinds import legality
+from tests.scripts import script
+
+BENCH = script("bench_types")
+
+
+@pytest.mark.parametrize("case", BENCH.CASES)
+def test_errors_are_those_of_the_type(case):
+    x = BENCH.draw(case, 77, 264, 1040, device="cpu")
+    assert (x.a.stride(1) == 1) == case.split()[2].startswith("row")
+    rows = torch.arange(5, 20)
+    op, arguments, named = BENCH.request(case, x)
+    wanted = BENCH.exact(case, x, rows)
+    ours = BENCH.error(op(*arguments, **{**named, "out": x.out})[rows], wanted)
+    with BENCH.tf32_allowed():
+        errors = {name: BENCH.error(f(x)[rows], wanted) for name, f in BENCH.peers(case, ("eager", "cublaslt")).items()}
+    assert ("cublaslt" in errors) == ("bias_relu" in case)
+    for theirs in errors.values():
+        if case.startswith("tf32"):
+            assert 2**-13 < ours < 2**-10  # of operands in TF32
+            assert theirs < 1e-5  # in FP32, on the CPU
+            assert not torch.backends.cuda.matmul.allow_tf32
+        else:
+            assert ours == pytest.approx(theirs, rel=0.01)
+            assert 2**-11 < ours < 2**-8  # of a result in BF16
+
+
+@pytest.mark.parametrize("case", BENCH.CASES)
+def test_kernels_are_known_before(case):
+    for problem in BENCH.problems([256]):
+        op, arguments, _ = BENCH.request(case, BENCH.draw(case, *problem, device="meta"))
+        signature, of = BENCH.harness.asked(op, arguments, H100)
+        assert (of.m, of.n, of.k) == problem
+        spec = BENCH.harness.dispatch.choose(signature, H100, of)[0]
+        assert legality.check(spec) == ()
+        assert spec.a.dtype.name == case.split()[0]
+
+
+def test_the_grid_has_each_weight_at_each_number_of_rows():
+    found = BENCH.problems(None)
+    assert len(found) == len(set(found)) == len(BENCH.WEIGHTS) * len(BENCH.ROWS) + len(BENCH.SQUARES)
+    assert {m for m, _, _ in BENCH.problems([32, 256])} == {32, 256}
+
+
+def test_the_summary_keeps_cases_apart():
+    row = {"case": "a", "m": 1, "n": 2, "k": 3, "ratio_to_best_peer": 2.0, "ours_ms": 1.0, "peers": {"eager": 4.0}}
+    rows = [row, {**row, "ratio_to_best_peer": 0.5, "m": 4}, {**row, "case": "b", "peers": {"compile": 2.0}}]
+    both = {"worst_shape": [1, 2, 3], "losses": 0, "shapes": 1, "geomean": 2.0, "worst": 2.0, "geomean_to_eager": None}
+    assert BENCH.summary(rows) == {
+        "a": {
+            "geomean": 1.0,
+            "worst": 0.5,
+            "worst_shape": [4, 2, 3],
+            "losses": 1,
+            "shapes": 2,
+            "geomean_to_eager": 4.0,
+        },
+        "b": both,
+    }

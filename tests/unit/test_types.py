@@ -1,0 +1,365 @@
+"""The other types of the Tensor Cores: what is served and by which instruction, what is refused, and the reference."""
+
+import pickle
+
+import pytest
+import torch
+from signatures import A100, H100
+
+import cutlass_ops as co
+from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import dtype as element_named
+from cutlass_ops.base.dtypes import f32, i8, tf32
+from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.choose import dispatch, policies, space
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm80 import model
+from cutlass_ops.run import reference, requests
+from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.tools.explaining import explain_call
+
+L40S = Device((8, 9), 142, "NVIDIA L40S")
+
+pytestmark = pytest.mark.usefixtures("session")
+
+
+@co.epilogue
+def relu_bias(acc, bias: co.Row):
+    return co.e.relu(acc + bias)
+
+
+@co.epilogue
+def centred(acc):
+    return acc - co.e.mean_of_a()
+
+
+def signature(dtype, a="row", b="col", device=H100, problem=(512, 4096, 4096), graph=builtin.bias.graph, **named):
+    return signature_of(call_at(graph, Problem(*problem), dtype, a, b, **named), device)
+
+
+# ---- TF32 ------------------------------------------------------------------------------------------------------------
+
+A, W, BIAS = torch.randn(24, 40), torch.randn(16, 40), torch.randn(16)
+
+
+def test_tf32_is_a_row_of_the_table_and_a_type_of_operands_only():
+    found = mma.mma_of(tf32, tf32)
+    assert (found.wgmma_types, found.wgmma_opcode, found.opcode) == ("k8.f32.tf32.tf32", "HGMMA", "HMMA")
+    assert found.shapes == ((16, 8, 8),)
+    assert element_named("float32") is element_named("f32") is f32
+    with pytest.raises(ValueError, match="'tf32' is not supported here"):
+        element_named("tf32")
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 32))
+    spec = co.KernelSpec(a="tf32.row", b="tf32.col", d="tf32.row", epilogue=relu_bias, config=config)
+    assert "epilogue_dtypes: d is tf32: use f16" in "\n".join(map(str, co.check(spec)))
+
+
+@pytest.mark.parametrize(
+    ("x", "wanted"),
+    [
+        (1.0, 1.0),
+        (1 + 2**-10, 1 + 2**-10),
+        (1 + 2**-11, 1 + 2**-10),  # a tie, away from zero
+        (-1 - 2**-11, -1 - 2**-10),
+        (1 + 2**-11 - 2**-23, 1.0),
+        (2 - 2**-23, 2.0),
+        (3.4028234e38, float("inf")),
+        (-float("inf"), -float("inf")),
+        (2.0**-149, 0.0),
+    ],
+)
+def test_the_reference_rounds_to_tf32(x, wanted):
+    assert reference.as_multiplied(torch.tensor([x]), tf32).item() == wanted
+
+
+def test_nan_stays_nan_and_other_types_stay_as_they_are():
+    every = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert reference.as_multiplied(every, tf32).isnan().all()
+    assert reference.as_multiplied(A, f32) is A
+
+
+def test_a_call_says_that_it_multiplies_in_tf32():
+    exact = (A.double() @ W.double().t() + BIAS).relu()
+    found = co.gemm(A, W.t(), epilogue=relu_bias, bias=BIAS, math="tf32")
+    error = (found - exact).norm() / exact.norm()
+    assert found.dtype is torch.float32
+    assert 2**-14 < error < 2**-10  # of the operands' rounding
+    rounded = [reference.as_multiplied(x, tf32).double() for x in (A, W)]
+    assert torch.allclose(found.double(), (rounded[0] @ rounded[1].t() + BIAS).relu(), rtol=1e-5, atol=1e-5)
+    assert co.gemm(A, W.t(), math="tf32", out_dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+CALLS = {
+    "an op": lambda a, w: co.gemm_bias_relu(a, w.t(), BIAS, math="tf32"),
+    "an epilogue": lambda a, w: co.gemm(a, w.t(), epilogue=relu_bias, bias=BIAS, math="tf32"),
+    "scales": lambda a, w: co.scaled_gemm(a, w.t(), 1.0, 1.0, epilogue=relu_bias, bias=BIAS, math="tf32"),
+    "batches": lambda a, w: co.gemm(a[None], w.t()[None], epilogue=relu_bias, bias=BIAS, math="tf32")[0],
+    "out": lambda a, w: co.gemm_bias_relu(a, w.t(), BIAS, math="tf32", out=torch.empty(24, 16)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_way_to_call_takes_math(call):
+    wanted = co.gemm_bias_relu(A, W.t(), BIAS, math="tf32")
+    assert torch.allclose(call(A, W), wanted, rtol=1e-6, atol=1e-6)
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(A, W), call(A, W))
+
+
+def test_an_op_in_tf32_is_one_and_travels():
+    op = co.gemm_bias_relu.in_math("tf32")
+    assert op is co.gemm_bias_relu.in_math("tf32")
+    assert pickle.loads(pickle.dumps(op)) is op
+    assert requests.requested(co.gemm, A, W.t(), epilogue=relu_bias, bias=BIAS, math="tf32").op.math == "tf32"
+    assert requests.requested(co.gemm_bias_relu, A, W.t(), BIAS, math="tf32").op is op
+    # In a process that has never seen it.
+    from cutlass_ops.run import traced
+
+    text = op.about.split(";", 4)[4]
+    again = traced._made(text)
+    assert (again.math, again.graph, again.about) == ("tf32", op.graph, op.about)
+
+
+def test_gradients_are_multiplied_in_tf32_as_well():
+    a, w = A.clone().requires_grad_(), W.clone().requires_grad_()
+    co.gemm_bias_relu(a, w.t(), BIAS, math="tf32").sum().backward()
+    mask = (reference.as_multiplied(A, tf32) @ reference.as_multiplied(W, tf32).t() + BIAS > 0).float()
+    assert torch.allclose(a.grad, mask @ reference.as_multiplied(W, tf32), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(w.grad, mask.t() @ reference.as_multiplied(A, tf32), rtol=1e-5, atol=1e-5)
+
+
+REFUSED = {
+    "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
+    "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
+    "BF16": (lambda: co.gemm(A.bfloat16(), W.bfloat16().t(), math="tf32"), "^a is .*, and math='tf32' is of torch.fl"),
+    "another math": (lambda: co.gemm(A, W.t(), math="3xtf32"), "^math is '3xtf32': use 'tf32'"),
+    "twice": (lambda: co.gemm_bias.in_math("tf32")(A, W.t(), BIAS, math="tf32"), "and gemm_bias has math 'tf32'"),
+    "means": (lambda: co.gemm(A, W.t(), epilogue=centred, math="tf32"), "takes mean_of_a of its rows, as of 16 bits"),
+    "groups": (
+        lambda: co.grouped_gemm(A, W.t()[None], torch.tensor([24]), math="tf32"),
+        "grouped_gemm takes no math",
+    ),
+    "RMSNorm": (lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^rmsnorm_gemm takes no math: .* Convert"),
+    "LayerNorm": (lambda: co.layernorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^layernorm_gemm takes no math: "),
+    "residual": (
+        lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6, math="tf32"),
+        "^gemm_residual_rms takes no math: ",
+    ),
+    "residual without math": (
+        lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6),
+        r"^a is torch\.float32: gemm_residual_rms takes .* Convert a and b, or write",
+    ),
+    "gated with a norm": (lambda: co.gemm_swiglu(A, W.t(), W.t(), eps=1e-6, math="tf32"), "pass it as .* rstd="),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_says_what_to_do(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_a_gate_in_tf32_is_one_kernel_or_two():
+    gate, up = W.t(), torch.randn(16, 40).t()
+    a, b, c = (reference.as_multiplied(x, tf32).double() for x in (A, gate, up))
+    found = co.gemm_swiglu(A, gate, up, math="tf32")
+    assert torch.allclose(found.double(), torch.nn.functional.silu(a @ b) * (a @ c), rtol=1e-5, atol=1e-5)
+    op = requests.requested(co.gemm_swiglu, A, gate, up, math="tf32").op
+    call = call_at(op.graph, Problem(512, 4096, 4096), "tf32", "row", "col")
+    assert [spec.a.dtype for spec in dispatch.decide(signature_of(call, H100), H100, call.problem).specs[:1]] == [tf32]
+    # Before Hopper a GEMM for each weight, in TF32 as well.
+    parts = op.instead_of(call)
+    assert [part.math for part, _ in parts] == ["tf32", "tf32"]
+    for _, part in parts:
+        assert dispatch.decide(signature_of(part, A100), A100, part.problem).specs[0].a.dtype is tf32
+
+
+def test_math_is_no_name_of_an_input():
+    with pytest.raises(EpilogueError, match="'math' is an argument of every call"):
+
+        @co.epilogue
+        def clashing(acc, math: co.Row):
+            return acc + math
+
+
+@pytest.mark.parametrize("m", [1, 16, 512, 8192])
+def test_wgmma_serves_tf32_along_k(m):
+    of = signature("tf32")
+    assert (str(of.a), str(of.b), str(of.d)) == ("tf32.row", "tf32.col", "f32.row")
+    for config in dispatch.decide(of, H100, Problem(m, 4096, 4096)).kept:
+        assert config.wgmma
+        assert legality.check(H100.spec(of, config)) == ()
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("col", "col"), ("row", "col")])
+@pytest.mark.parametrize("problem", [(512, 4096, 4096), (3, 4098, 4098), (77, 4099, 4097)])
+def test_mma_sync_serves_what_wgmma_does_not(device, a, b, problem):
+    of = signature("tf32", a, b, device, problem)
+    decision = dispatch.decide(of, device, Problem(*problem))
+    by_wgmma = device is H100 and (a, b) == ("row", "col") and problem[0] == 512
+    assert {c.wgmma for c in decision.kept} == {by_wgmma}
+    for spec in decision.specs:
+        assert legality.check(spec) == ()
+        if not by_wgmma:
+            assert (spec.config.arch, str(spec.config.instruction)) == ("sm80", "16x8x8")
+            assert spec.config.stages > 2
+
+
+def test_explain_says_that_wgmma_does_not_read_these_majors():
+    call = call_at(builtin.bias.graph, Problem(512, 4096, 4096), "tf32", "row", "row")
+    said = str(explain_call("gemm", call, H100))
+    assert "mma.sync" in said
+    assert "wgmma reads tf32 along K only, and a is tf32.row and b is tf32.row" in said
+    said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(512, 4096, 4096), "tf32", "row", "col"), H100))
+    assert "wgmma, operands loaded by TMA" in said
+
+
+def sm80(k=32, stages=3, instruction=(16, 8, 8), tile=(128, 128), warp=(64, 64)):
+    shapes = co.ThreadblockShape(*tile, k), co.WarpShape(*warp, k), co.InstructionShape(*instruction)
+    return co.Sm80Config(*shapes, stages=stages)
+
+
+RULES = {
+    "two stages": ("row", "col", sm80(stages=2), "two_stages"),
+    "lines along K": ("row", "col", sm80(k=64), "k_extent"),
+    "lines along M": ("col", "row", sm80(tile=(16, 128), warp=(16, 64)), "short_lines"),
+    "the instruction of BF16": ("row", "col", sm80(instruction=(16, 8, 16)), "instruction"),
+    "wgmma along M": ("col", "col", co.Sm90Config(co.ThreadblockShape(128, 128, 32)), "operand_majors"),
+    "GEMV": ("row", "col", co.GemvConfig(), "operand_dtypes"),
+}
+
+
+@pytest.mark.parametrize(("a", "b", "config", "rule"), RULES.values(), ids=RULES)
+def test_legality(a, b, config, rule):
+    spec = co.KernelSpec(a=f"tf32.{a}", b=f"tf32.{b}", d="f32.row", epilogue=relu_bias, config=config)
+    assert rule in [violation.rule for violation in co.check(spec)]
+
+
+def test_means_of_rows_are_of_16_bits():
+    for config in (sm80(), co.Sm90Config(co.ThreadblockShape(128, 128, 32))):
+        spec = co.KernelSpec(a="tf32.row", b="tf32.col", d="f32.row", epilogue=centred, config=config)
+        assert any("mean_of_a" in str(v) for v in co.check(spec))
+
+
+def test_kernels_name_the_type():
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 32))
+    spec = co.KernelSpec(a="tf32.row", b="tf32.col", d="f32.row", epilogue=relu_bias, config=config)
+    text = co.source(spec)
+    assert '"k8.f32.tf32.tf32", false)' in text
+    assert '#include "cutlass_ops/tf32.h"' in text
+    assert co.KernelSpec.from_json(spec.to_json()) == spec
+    by_sm80 = co.KernelSpec(a="tf32.row", b="tf32.col", d="f32.row", epilogue=relu_bias, config=sm80())
+    text = co.source(by_sm80)
+    assert "tfloat32_t" not in text  # CUTLASS rounds what it knows as FP32
+    assert text.count("CUTLASS_OPS_TYPE(float, 2)") == 1
+    assert "GemmShape<16, 8, 8>" in text
+
+
+def test_the_model_of_sm80_knows_the_width_and_the_rate():
+    large = Problem(8192, 8192, 8192)
+    wide, narrow = sm80(k=16), co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=3)
+    ratio = model.predict(wide, large, 132, 4, widths=(4, 4)) / model.predict(narrow, large, 132, 8)
+    assert 1.8 < ratio < 2.2
+
+
+def test_the_spaces_have_tf32():
+    of = signature("tf32", "row", "row", A100)
+    every = space.sm80_configurations(of, A100)
+    assert len(every) > 100
+    assert {c.threadblock.k for c in every} == {16, 32}
+    assert {str(c.instruction) for c in every} == {"16x8x8"}
+    assert policies.policy(of, A100).kernels
+
+
+# ---- INT8 ------------------------------------------------------------------------------------------------------------
+
+
+def whole(rows, columns, seed=0):
+    return torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y = whole(24, 64), whole(40, 64, 1)
+
+
+def test_int8_is_a_row_of_the_table():
+    found = mma.mma_of(i8, i8)
+    assert (found.wgmma_types, found.wgmma_opcode, found.opcode) == ("k32.s32.s8.s8", "IGMMA", "IMMA")
+    assert found.shapes == ((16, 8, 32),)
+    assert [n for n in range(8, 257, 8) if not found.takes_n(n)] == list(range(40, 257, 16))
+    assert element_named("int8", (i8,)) is i8
+
+
+def test_sums_of_int8_are_exact_and_rounded_to_fp32_once():
+    exact = X.long() @ Y.t().long()
+    found = co.gemm(X, Y.t(), out_dtype=torch.float32)
+    assert torch.equal(found.double(), exact.double())
+    assert co.gemm(X, Y.t()).dtype is torch.bfloat16
+    # Beyond 2**24, FP32 does not have every number: 2**24 + 1 is a tie, and rounds to even.
+    long = torch.full((1, 1041), -128, dtype=torch.int8)
+    long[0, 1024:] = torch.tensor([1] + [0] * 16, dtype=torch.int8)
+    ones = torch.full((1, 1041), -128, dtype=torch.int8)
+    ones[0, 1024:] = 1
+    padded = [torch.nn.functional.pad(x, (0, 15)) for x in (long, ones)]
+    assert co.gemm(padded[0], padded[1].t(), out_dtype=torch.float32).item() == 2**24
+
+
+def test_scales_dequantise_int8():
+    scale_x, scale_y, bias = torch.rand(24), torch.rand(40), torch.randn(40)
+    wanted = (X.double() @ Y.t().double()) * scale_x[:, None] * scale_y + bias
+    found = co.scaled_gemm(X, Y.t(), scale_x, scale_y, epilogue=relu_bias, bias=bias, out_dtype=torch.float32)
+    assert torch.allclose(found.double(), wanted.relu(), rtol=1e-6, atol=1e-3)
+
+
+INT8_REFUSED = {
+    "b along N": (lambda: co.gemm(X, Y.t().contiguous()), ValueError, r"read this type along K only: pass weight\.t"),
+    "K": (
+        lambda: co.gemm(X[:, :40].clone(), Y[:, :40].clone().t()),
+        ValueError,
+        "pad K of a and b with zeros",
+    ),
+    "math": (lambda: co.gemm(X, Y.t(), math="tf32"), TypeError, "math='tf32' is of torch.float32 operands"),
+    "BF16": (lambda: co.gemm(X, Y.t().bfloat16()), TypeError, "A and B must have the same dtype"),
+    "INT32": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int32), TypeError, "^out_dtype is torch.int32: use"),
+    "INT8": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int8), TypeError, "^out_dtype is torch.int8: use"),
+    "an input": (lambda: co.gemm_bias(X, Y.t(), Y[:, 0].clone()), TypeError, r"^bias is torch\.int8: use one of"),
+    "gradients": (
+        lambda: co.gemm_bias(X, Y.t(), torch.zeros(40).requires_grad_()),
+        ValueError,
+        "products in 8 bits have no gradients",
+    ),
+    "means": (lambda: co.gemm(X, Y.t(), epilogue=centred), TypeError, "takes mean_of_a of its rows, as of 16 bits"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), INT8_REFUSED.values(), ids=INT8_REFUSED)
+def test_what_is_refused_of_int8_says_what_to_do(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize("problem", [(1, 4096, 4096), (4096, 4096, 4096), (77, 4099, 4112), (511, 33, 80)])
+def test_each_device_serves_int8_by_its_own_instruction(device, problem):
+    of = signature("i8", device=device, problem=problem)
+    assert (str(of.a), str(of.b), of.d.dtype.name) == ("i8.row", "i8.col", "bf16")
+    decision = dispatch.decide(of, device, Problem(*problem))
+    for spec in decision.specs:
+        assert spec.config.wgmma == device.has_wgmma
+        assert legality.check(spec) == ()
+    said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "i8", "row", "col"), device))
+    assert "accumulated in INT32, and brought to FP32 for the epilogue" in said
+
+
+def test_sources_of_int8():
+    types = {"a": "i8.row", "b": "i8.col", "d": "bf16.row"}
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 128))
+    text = co.source(co.KernelSpec(**types, epilogue=relu_bias, config=config))
+    assert 'CUTLASS_OPS_INTEGER_WGMMA(int8_t, int8_t, "k32.s32.s8.s8", false)' in text
+    assert "CUTLASS_OPS_TYPE(int8_t, 0)" in text
+    text = co.source(co.KernelSpec(**types, epilogue=relu_bias, config=sm80(64, instruction=(16, 8, 32))))
+    assert "using ElementAccumulator = int32_t;" in text
+    assert "OpMultiplyAddSaturate" in text
