@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import dtypes, mma
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import HasGraph, Major
@@ -21,6 +22,7 @@ from cutlass_ops.run.ops import Op, graph_op
 from cutlass_ops.ship import shipping
 
 _SCALAR = 0.5
+_INTEGERS = 100  # greatest absolute value
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,14 @@ class Workload:
         Its epilogue.
     call : Call
         The call, with tensors without data.
+    rate : float
+        Peak throughput of the operands' types relative to BF16.
     """
 
     op: Op
     graph: Graph
     call: Call
+    rate: float = 1.0
 
     @property
     def problem(self) -> Problem:
@@ -84,8 +89,10 @@ def workload(name: str, problem: Problem, dtype: str, a: Major = "row", b: Major
     graph = epilogue_named(name, dtype).graph
     call = call_at(graph, problem, dtype, a, b, input_dtypes=spelling.INPUT_DTYPES.get(name))
     # Only this op knows that two GEMMs serve calls for which no kernel takes both weights.
-    op = gated.swiglu_op(None) if name == "gemm_swiglu" else graph_op(name, graph)
-    return Workload(op, graph, call)
+    op = gated.swiglu_op(None) if name == "gemm_swiglu" else graph_op(name, graph, math=call.arguments.math)
+    element = dtypes.dtype(dtype, mma.OPERANDS)
+    found = mma.mma_of(element, element)
+    return Workload(op, graph, call, found.rate if found else 1.0)
 
 
 def epilogue_named(name: str, dtype: str) -> HasGraph:
@@ -97,10 +104,10 @@ def epilogue_named(name: str, dtype: str) -> HasGraph:
 
 
 def _filled(like: Tensor, scale: float, device: str) -> Tensor:
-    """Return a tensor with the shape, strides and type of another, and normal numbers."""
+    """Return a tensor with the shape, strides and type of another, and numbers: normal ones, or integers."""
     found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     if not like.dtype.is_floating_point:
-        return found.zero_()
+        return found.random_(-_INTEGERS, _INTEGERS)
     if like.dtype.itemsize > 1:
         return found.normal_(0, scale)
     return found.copy_(torch.empty(like.shape, device=device).normal_(0, scale))

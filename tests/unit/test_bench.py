@@ -134,6 +134,30 @@ def test_every_op_has_tensors_and_a_right_result(name):
     assert result.rows[0].error_over_eager <= 2
 
 
+@pytest.mark.parametrize("dtype", ["i8", "e4m3"])
+def test_other_types_are_drawn_multiplied_and_compared(dtype):
+    result = co.bench("gemm", (16, 48, 32), dtype=dtype, against=["eager"], clock=Clock())
+    assert set(result.rows[0].times["graph"]) == {"ours", "eager"}
+    assert result.rows[0].error_over_eager <= 2
+    a, _, _ = workload("gemm", Problem(16, 48, 32), dtype).draw("cpu")
+    assert len(a.float().unique()) > 10
+
+
+def test_fp32_is_tf32_for_both_sides_if_the_op_says_so(monkeypatch):
+    monkeypatch.setattr(benching, "_WORST_ERROR", float("inf"))  # PyTorch has no TF32 on the CPU
+    seen = []
+
+    class Watching(Clock):
+        def timed(self, *arguments):
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return super().timed(*arguments)
+
+    result = co.bench("gemm", (16, 48, 32), dtype="tf32", against=["eager"], clock=Watching())
+    assert seen == [True, True]
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert result.rows[0].roofline.compute == pytest.approx(2 * 16 * 48 * 32 / (0.5 * 989.4e6))
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(benching, "_WORST_ERROR", -1.0)

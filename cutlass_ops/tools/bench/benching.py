@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import MeasuringError, NoDeviceError
-from cutlass_ops.base.mma import mma_of
 from cutlass_ops.base.progress import progress
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.chips import CHIPS
@@ -20,7 +19,6 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.run import reference
 from cutlass_ops.run.peers import Peer, peers
-from cutlass_ops.run.tensors import element_type
 from cutlass_ops.tools.bench.numbers import METHODS, OURS, Rival, Row
 from cutlass_ops.tools.bench.result import Benchmark
 from cutlass_ops.tools.bench.rivals import NAMES, Missing, rival
@@ -133,7 +131,8 @@ def bench(
     rows = []
     with _no_stand_ins(), torch.no_grad(), progress(len(works), "problems timed") as shown:
         for work in works:
-            rows.append(_row(work, chosen, rounds, clock, str(environment.get("chip"))))
+            with _as_multiplied(work):
+                rows.append(_row(work, chosen, rounds, clock, str(environment.get("chip"))))
             shown.finished(rows[-1].name)
     return Benchmark(named, dtype, a_major, b_major, environment, tuple(rows))
 
@@ -158,6 +157,17 @@ def _no_stand_ins() -> Any:
             del os.environ[env.STAND_IN.name]
         else:
             os.environ[env.STAND_IN.name] = before
+
+
+@contextmanager
+def _as_multiplied(work: Workload) -> Any:
+    """Let PyTorch multiply FP32 in TF32 if the op does."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = work.call.arguments.math == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _row(work: Workload, names: Sequence[str], rounds: int, clock: Clock, chip: str) -> Row:
@@ -210,10 +220,8 @@ def _rival(ours: Timing, other: Timing) -> Rival:
 
 
 def _roof(work: Workload, chip: str) -> Roofline | None:
-    arguments = work.call.arguments
-    mma = mma_of(element_type("a", arguments.a), element_type("b", arguments.b))
     found = CHIPS.get(chip)
-    return None if found is None else roofline(work.problem, work.moved, found, mma.rate if mma else 1.0)
+    return None if found is None else roofline(work.problem, work.moved, found, work.rate)
 
 
 def _checked(work: Workload, tensors: _Set) -> tuple[float, str]:
