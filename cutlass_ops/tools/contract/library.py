@@ -74,20 +74,18 @@ def alignment(asked: Asked, name: str, needed: int, why: str) -> Condition:
 
 def _padded(asked: Asked, short: list[tuple[str, Given]], needed: int) -> tuple[str, dict[str, object]]:
     """Say which extents to pad: those whose lines are no multiple; else the addresses are at fault."""
-    change: dict[str, object] = {}
-    moved = []
+    longer: dict[str, int] = {}
+    moved = {}
     for x, given in short:
         extent = asked.extent_along(x)
         value, step = getattr(asked, extent), needed // given.bytes
         if value % step:
-            change[extent] = max(-(-value // step) * step, int(str(change.get(extent, 0))))
+            longer[extent] = max(-(-value // step) * step, longer.get(extent, 0))
         else:
-            moved.append(x)
-    says = [f"pad {extent.upper()} to {value}" for extent, value in change.items()]
+            moved[x] = f"{given.dtype}.{given.major}"
+    says = [f"pad {extent.upper()} to {value}" for extent, value in longer.items()]
     says += [f"store {x} at an address and with a leading dimension of a multiple of {needed} bytes" for x in moved]
-    if moved:
-        change |= {x: f"{g.dtype}.{g.major}" for x, g in short if x in moved}
-    return ", ".join(says), change
+    return ", ".join(says), {**longer, **moved}
 
 
 def edges(asked: Asked, tile: tuple[int, int, int], remedy: str) -> tuple[float, Condition]:
