@@ -93,8 +93,16 @@ def test_it_says_what_triton_compiled(row):
         assert (said.instruction != "does not launch") == row["fits"]
 
 
+def test_tiles_that_are_said_to_spill_do():
+    spilling = [row for row in RESULT["rows"] if row["spills_predicted"]]
+    assert len(spilling) > 10
+    assert all(row["stack"] > 0 for row in spilling)
+
+
 def test_the_documents_table_is_the_records():
     text = (ROOT / "docs/contract.md").read_text()
+    wrong = [row for row in RESULT["rows"] if not row["agrees"] or row["fits"] != row["fits_predicted"]]
+    assert ("There were no mispredictions" in text) == (not wrong)
     for arch, found in RESULT["summary"].items():
         compiled = found["compiled"]
         counts = " | ".join(str(compiled.get(name, 0)) for name in ("tcgen05", "wgmma", "mma.sync", "none", "nothing"))
@@ -122,6 +130,9 @@ BROKEN = {
     "tile": {"a": "f32", "b": "f32", **SIZES, "arch": "sm_120", **TRITON, "block_k": 128, "precision": "tf32"},
     "registers": {"a": "f16", "b": "f16", **SIZES, "arch": "sm_90", **TRITON, "block_n": 256, "num_stages": 2},
     "wmma": {"a": "f16", "b": "f16", "m": 1000, "n": 4096, "k": 4090, "arch": "sm_90", "program": "wmma"},
+    "triton on Turing": {"a": "f16", "b": "f16", **SIZES, "arch": "sm_75", **TRITON},
+    "integers on Turing": {"a": "i8", "b": "i8", **SIZES, "arch": "sm_75", **TRITON},
+    "too large for the CUDA cores": {"a": "f64", "b": "f64", **SIZES, "arch": "sm_89", **TRITON, "block_k": 128},
     "two types": {"a": "f16", "b": "bf16", **SIZES, "arch": "sm_90", **TRITON},
 }
 

@@ -159,7 +159,7 @@ def _contract(program: str, asked: Asked, architecture: Architecture, chip: Chip
     fraction: float | None
     if ruling.nothing:
         family, runs, fraction = NOTHING, ruling.nothing, 0.0
-    elif instruction is None and asked.types[0] in ("e4m3", "e5m2"):
+    elif instruction is None and program != "triton" and asked.types[0] in ("e4m3", "e5m2"):
         family, runs, fraction = NOTHING, "no kernel multiplies these as they are", 0.0
     elif instruction is None:
         family, runs = CUDA_CORES, "FMA on the CUDA cores"

@@ -16,7 +16,7 @@ from cutlass_ops.tools.contract.given import Asked
 from cutlass_ops.tools.contract.result import Condition, Ruling
 
 _FIRST = (8, 0)  # compute capability
-_FIRST_FP8 = (8, 9)
+_FIRST_E4M3 = (8, 9)
 _FP8 = ("e4m3", "e5m2")
 _NO_TCGEN05 = ("i8",)
 _MIN_M, _MIN_N = 64, 16
@@ -25,8 +25,15 @@ _WARPGROUP = arch.WARPGROUP // arch.WARP
 _TCGEN05_WARPS = (4, 8)
 # Registers of a thread for accumulators, as for our own kernels (rule "accumulators" of docs/legality.md).
 _ACCUMULATORS = 208
+_NO_LAUNCH = "does not launch"
 # Tensor memory: 128 lanes of 512 columns of 32 bits.
 _TENSOR_MEMORY = 128 * 512
+
+
+_TOO_OLD = Condition(
+    "architecture", False, "before sm_80, Triton multiplies on the CUDA cores", "use torch.mm or WMMA there",
+    {"program": "library"},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,17 +69,18 @@ def ruling(asked: Asked, tile: Tile, architecture: Architecture) -> Ruling:
     if refused:
         return Ruling(None, tuple(refused), nothing="does not compile")
     found = _instructions(asked, architecture)
-    types = library.operand_dtypes(asked, found, architecture)
+    types = library.operand_dtypes(asked, found, architecture) if architecture.capability >= _FIRST else _TOO_OLD
+    remedy = f"use smaller tiles, or more rows and columns than {tile.m} by {tile.n}"
+    useful, edge = library.edges(asked, (tile.m, tile.n, tile.k), remedy)
     if not found:
-        return Ruling(None, (types,))
+        fits = _shared_memory(asked, tile, None, architecture)
+        return Ruling(None, (types, fits, edge), useful, "" if fits.met else _NO_LAUNCH)
     best = next(iter(found.values()))
     family = tuple(_family(tile, best))
     instruction = best if all(each.met for each in family) else _by_mma_sync(asked, architecture)
-    remedy = f"use smaller tiles, or more rows and columns than {tile.m} by {tile.n}"
-    useful, edge = library.edges(asked, (tile.m, tile.n, tile.k), remedy)
     fits = _shared_memory(asked, tile, instruction, architecture)
     every = (types, *family, *_feeding(asked, tile, instruction), fits, edge)
-    return Ruling(instruction, every, useful, "" if fits.met else "does not launch")
+    return Ruling(instruction, every, useful, "" if fits.met else _NO_LAUNCH)
 
 
 def _compiles(asked: Asked, tile: Tile, architecture: Architecture) -> Iterator[Condition]:
@@ -84,24 +92,24 @@ def _compiles(asked: Asked, tile: Tile, architecture: Architecture) -> Iterator[
         says = f"a is {asked.a.dtype} and b is {asked.b.dtype}: tl.dot needs one type"
         remedy = f"convert b to {asked.a.dtype}"
         yield Condition("one_dtype", False, says, remedy, {"b": f"{asked.a.dtype}.{asked.b.major}"})
-    if asked.a.dtype in _FP8:
-        says = f"a is {asked.a.dtype}, which Triton compiles from sm_89 on"
+    # Before sm_89, Triton has no e4m3; before sm_80 no integers. e5m2 it converts everywhere.
+    firsts = {"e4m3": ("sm_89", _FIRST_E4M3), "i8": ("sm_80", _FIRST)}
+    if asked.a.dtype in firsts:
+        first, capability = firsts[asked.a.dtype]
+        says = f"a is {asked.a.dtype}, which Triton compiles from {first} on"
         change = {x: f"f16.{given.major}" for x, given in (("a", asked.a), ("b", asked.b))}
-        yield Condition("operand_dtypes", architecture.capability >= _FIRST_FP8, says, "convert both to f16", change)
-    if asked.a.dtype == "i8":
-        says = "a is i8, which Triton does not compile before sm_80"
-        change = {x: f"f16.{given.major}" for x, given in (("a", asked.a), ("b", asked.b))}
-        yield Condition("operand_dtypes", architecture.capability >= _FIRST, says, "convert both to f16", change)
+        yield Condition("operand_dtypes", architecture.capability >= capability, says, "convert both to f16", change)
 
 
 def _instructions(asked: Asked, architecture: Architecture) -> dict[str, Instruction]:
     """Return the instructions that Triton knows for these types, fastest first."""
     if architecture.capability < _FIRST:
         return {}
-    a, b = asked.types
-    found = instructions(a, b, architecture)
-    if a in _NO_TCGEN05:
+    found = instructions(*asked.types, architecture)
+    if asked.types[0] in _NO_TCGEN05:
         found.pop(TCGEN05, None)
+    if not found and asked.types[0] in _FP8:
+        found[MMA_SYNC] = _by_mma_sync(asked, architecture)
     return found
 
 
@@ -151,11 +159,17 @@ def _feeding(asked: Asked, tile: Tile, instruction: Instruction) -> Iterator[Con
     yield Condition("accumulators", met, says, f"num_warps={warps}", {"num_warps": warps})
 
 
-def _shared_memory(asked: Asked, tile: Tile, instruction: Instruction, architecture: Architecture) -> Condition:
-    """Return whether the buffers fit: of mma.sync one fewer, since it multiplies what registers hold."""
+def _shared_memory(asked: Asked, tile: Tile, instruction: Instruction | None, architecture: Architecture) -> Condition:
+    """Return whether the buffers fit.
+
+    wgmma and tcgen05 read one while all others fill. What multiplies registers has copied one before. Without
+    asynchronous copies, there is one.
+    """
     stage = (tile.m + tile.n) * tile.k * asked.a.bytes
     limit = architecture.shared_memory
-    spare = 1 if instruction.family == MMA_SYNC else 0
+    spare = 0 if instruction is not None and instruction.family != MMA_SYNC else 1
+    if architecture.capability < _FIRST:
+        spare = tile.stages
 
     def needs(stages: int) -> int:
         return stage * max(stages - spare, 1)
