@@ -104,10 +104,14 @@ class Case:
 MOST_SUMS = 256
 
 
-def cases(arch: str) -> list[Case]:
-    """Return an architecture's kernels: the chosen ones, and others drawn at random, the same for all architectures."""
-    found = [Case(arch, t, p, (m, n, k), w, s, b, True) for t, p, m, n, k, w, s, b in CHOSEN]
-    rng = random.Random(0)
+def cases(arch: str, seed: int = 0) -> list[Case]:
+    """Return an architecture's kernels: the chosen ones, and others drawn at random, the same for all architectures.
+
+    With another seed than 0, there are other random ones, and none that was chosen.
+    """
+    chosen = CHOSEN if seed == 0 else ()
+    found = [Case(arch, t, p, (m, n, k), w, s, b, True) for t, p, m, n, k, w, s, b in chosen]
+    rng = random.Random(seed)
     for dtype, count in DRAWN.items():
         for _ in range(count):
             precision = rng.choice(("ieee", "tf32", "tf32x3")) if dtype == "f32" else "ieee"
@@ -207,6 +211,7 @@ def main() -> None:
     """Compile all kernels and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", nargs="+", default=list(ARCHS), choices=ARCHS)
+    parser.add_argument("--seed", type=int, default=0, help="another than 0 draws kernels that the rules never saw")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at the same time")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -214,8 +219,8 @@ def main() -> None:
     for arch in args.archs:
         # Processes of its own: Triton keeps conversions of FP8 of the first architecture that a process compiles for.
         with ProcessPoolExecutor(args.jobs) as pool:
-            rows += pool.map(compare, cases(arch), chunksize=4)
-    head = {"triton": triton.__version__, "summary": summary(rows)}
+            rows += pool.map(compare, cases(arch, args.seed), chunksize=4)
+    head = {"triton": triton.__version__, **({"seed": args.seed} if args.seed else {}), "summary": summary(rows)}
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n')
