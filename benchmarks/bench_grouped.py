@@ -1,23 +1,33 @@
 """Measures groups of rows, as experts have them, against torch._grouped_mm, and with SiLU against it and torch.compile.
 
+With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights. With `--form fp8`
+x and the weights are e4m3, with a scale for each row and for each column of each expert, against
+torch._scaled_grouped_mm.
+
     python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
     python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
+    python benchmarks/bench_grouped.py --form wgrad --out benchmarks/results/wgrad_h100.json
+    python benchmarks/bench_grouped.py --form fp8 --out benchmarks/results/grouped_fp8_h100.json
 
 x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
 evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
 sizes, so that no weight is still in the L2 cache.
 
+For the gradient, x (tokens, K) and the gradient (tokens, N) give (experts, K, N), and calls rotate through tensors of
+the same sizes.
+
 Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
 the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
+Rows of the other forms have {"form": "wgrad" or "fp8"} besides. Bytes of a gradient are those of x, the gradient and D.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, product
 from pathlib import Path
@@ -33,7 +43,8 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import device_of, signature_of
-from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.run.grouped import grouped_op, wgrad_op
+from cutlass_ops.run.grouped_scaled import scaled_grouped_op
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 # N and K of the weights, by the number of experts.
@@ -41,7 +52,8 @@ WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 71
 TOKENS = (64, 1024, 8192, 32768)
 GROUPS = ("balanced", "zipf", "one_hot")
 EPILOGUES = ("none", "silu")
-DTYPE = torch.bfloat16
+FORMS = ("rows", "wgrad", "fp8")
+DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @co.epilogue
@@ -136,15 +148,228 @@ def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
     return {"grouped_mm_silu": eager, "compile": lambda x: compiled(x.x, x.w, x.offsets)}
 
 
-def build_ahead(cases: Iterable[tuple[Case, str]]) -> None:
+# ---- The gradient of the weights ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One set of the tensors of a weight's gradient. All sets have one D, which no cache keeps."""
+
+    x: Tensor
+    gradient: Tensor
+    offsets: Tensor
+    out: Tensor
+
+
+def draw_gradients(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Gradient]:
+    """Draw sets of inputs: in each, other experts have the tokens."""
+    out, found = torch.empty(case.experts, k, n, dtype=DTYPE, device=device), []
+    for at in range(sets):
+        step = at * max(1, case.experts // sets) % case.experts
+        sizes = case.sizes[step:] + case.sizes[:step]
+        x, gradient = (torch.randn(case.tokens, extent, device=device).to(DTYPE) for extent in (k, n))
+        offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
+        found.append(Gradient(x, gradient, offsets, out))
+    return found
+
+
+def our_gradient(x: Gradient) -> Tensor:
+    """Compute D into its memory by this library."""
+    found = co.grouped_gemm_wgrad(x.x, x.gradient, x.offsets, out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def their_gradient(x: Gradient) -> Tensor:
+    """Compute D by PyTorch."""
+    return torch._grouped_mm(x.x.t(), x.gradient, offs=x.offsets)
+
+
+def gradient_errors(x: Gradient, results: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each result in the Frobenius norm, of the experts that have tokens."""
+    begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
+    for expert, end in enumerate(x.offsets.tolist()):
+        if end > begin:
+            wanted = x.x[begin:end].double().mT @ x.gradient[begin:end].double()
+            whole += float(wanted.square().sum())
+            for name, found in results.items():
+                wrong[name] += float((found[expert].double() - wanted).square().sum())
+        begin = end
+    return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
+
+
+def run_gradient(case: Case) -> dict[str, Any]:
+    """Check and time the gradient of the weights in one case.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or is not zero where an expert has no tokens.
+    """
+    n, k = WEIGHTS[case.experts]
+    moved = (case.tokens * (k + n) + case.experts * n * k) * DTYPE.itemsize
+    sets = draw_gradients(case, n, k, rotation(moved))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    results = {"ours": our_gradient(first), "grouped_mm": their_gradient(first)}
+    empty = [expert for expert, size in enumerate(case.sizes) if size == 0]
+    assert not any(bool(first.out[expert].any()) for expert in empty), "experts without tokens have a gradient"
+    errors = gradient_errors(first, results)
+    del results
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    decision = wgrad_op().plan(first.x.mT, first.gradient, first.offsets, out=first.out)
+    variants = {
+        "ours": lambda index: our_gradient(sets[index % len(sets)]),
+        "grouped_mm": lambda index: their_gradient(sets[index % len(sets)]),
+    }
+    problem = Problem(k, n, max(1, case.tokens // case.experts), case.experts)
+    times = harness.time_interleaved(variants, expected_us(problem, DTYPE.itemsize))
+    return row_of("wgrad", case, times, errors, moved, decision.spec.config.slug)
+
+
+def row_of(
+    form: str, case: Case, times: Mapping[str, harness.Timing], errors: Mapping[str, float], moved: int, kernel: str
+) -> dict[str, Any]:
+    """Return the row of a case with one peer."""
+    own, peer = times["ours"], times["grouped_mm"]
+    n, k = WEIGHTS[case.experts]
+    ratio = harness.ratios(own, peer)
+    return {
+        "form": form,
+        "experts": case.experts,
+        "tokens": case.tokens,
+        "n": n,
+        "k": k,
+        "groups": case.groups,
+        "active": sum(size > 0 for size in case.sizes),
+        "epilogue": "none",
+        "ours_ms": round(own.median, 5),
+        "peers": {"grouped_mm": round(peer.median, 5)},
+        "best_peer": "grouped_mm",
+        "ratio_to_best_peer": ratio["median"],
+        "ratio_range": [ratio["min"], ratio["max"]],
+        "tflops": round(2 * case.tokens * n * k / own.median / 1e9, 1),
+        "gb_per_s": round(moved / own.median / 1e6, 1),
+        "error": round(errors["ours"], 6),
+        "peers_error": {"grouped_mm": round(errors["grouped_mm"], 6)},
+        "kernel": kernel,
+    }
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """One set of tensors in FP8. All sets have one weight, of whose experts others have the tokens."""
+
+    x: Tensor
+    w: Tensor
+    offsets: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    out: Tensor
+
+
+def draw_narrow(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Narrow]:
+    """Draw sets of inputs, quantised by row, and by column of each expert."""
+    plain, found = draw(case, n, k, sets, device), []
+    weights = torch.empty(case.experts, n, k, dtype=E4M3, device=device)
+    scale_b = torch.empty(case.experts, n, device=device)
+    for expert in range(case.experts):  # by one, since FP32 of all takes four times their memory
+        weights[expert], scale_b[expert] = quantised(plain[0].w[expert].mT)
+    for each in plain:
+        x, scale_a = quantised(each.x)
+        found.append(Narrow(x, weights.mT, each.offsets, scale_a, scale_b, each.out))
+    return found
+
+
+def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3, and the scale of each row."""
+    scale = matrix.float().abs().amax(-1) / torch.finfo(E4M3).max
+    return (matrix.float() / scale[:, None]).to(E4M3), scale
+
+
+def our_narrow(x: Narrow) -> Tensor:
+    """Compute D into its memory by this library."""
+    found = co.scaled_grouped_gemm(x.x, x.w, x.offsets, x.scale_a, x.scale_b, out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def their_narrow(x: Narrow) -> Tensor:
+    """Compute D by PyTorch, which also adds up in the Tensor Cores alone."""
+    return torch._scaled_grouped_mm(
+        x.x, x.w, x.scale_a, x.scale_b, offs=x.offsets, out_dtype=DTYPE, use_fast_accum=True
+    )
+
+
+def narrow_errors(x: Narrow, results: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each result in the Frobenius norm, for the quantised operands."""
+    begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
+    for expert, end in enumerate(x.offsets.tolist()):
+        for first in range(begin, end, 4096):
+            rows = slice(first, min(end, first + 4096))
+            wanted = (
+                (x.x[rows].double() @ x.w[expert].double())
+                * x.scale_a[rows, None].double()
+                * x.scale_b[expert].double()
+            )
+            whole += float(wanted.square().sum())
+            for name, found in results.items():
+                wrong[name] += float((found[rows].double() - wanted).square().sum())
+        begin = end
+    return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
+
+
+def run_narrow(case: Case) -> dict[str, Any]:
+    """Check and time one case in FP8.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or parts of it were not written.
+    """
+    n, k = WEIGHTS[case.experts]
+    active = sum(size > 0 for size in case.sizes)
+    moved = case.tokens * k + active * n * k + case.tokens * n * DTYPE.itemsize
+    sets = draw_narrow(case, n, k, rotation(moved))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    results = {"ours": our_narrow(first), "grouped_mm": their_narrow(first)}
+    assert not first.out.isnan().any(), "parts of D were not written"
+    errors = narrow_errors(first, results)
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
+    decision = scaled_grouped_op(True, True).plan(*arguments, out=first.out)
+    variants = {
+        "ours": lambda index: our_narrow(sets[index % len(sets)]),
+        "grouped_mm": lambda index: their_narrow(sets[index % len(sets)]),
+    }
+    times = harness.time_interleaved(variants, expected_us(Problem(max(1, case.tokens // active), n, k, active), 1))
+    return row_of("fp8", case, times, errors, moved, decision.spec.config.slug)
+
+
+# ---- All cases -------------------------------------------------------------------------------------------------------
+
+
+def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
     """Compile what the cases need, as many kernels at a time as there are processors."""
     device, specs = device_of(torch.device("cuda", 0)), {}
     for case, epilogue in cases:
         n, k = WEIGHTS[case.experts]
         x = torch.empty(case.tokens, k, dtype=DTYPE, device="meta")
-        w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
         offsets = torch.empty(case.experts, dtype=torch.int32, device="meta")
-        call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
+        if form == "wgrad":
+            gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
+            call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
+        elif form == "fp8":
+            w = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT
+            scales = torch.empty(case.tokens, device="meta"), torch.empty(case.experts, n, device="meta")
+            call = scaled_grouped_op(True, True).checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
+        else:
+            w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
+            call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
         specs[dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]] = None
     build_many(list(specs))
 
@@ -201,12 +426,12 @@ def run_case(case: Case, epilogue: str) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the ratios by epilogue and by how tokens are spread."""
     result = {}
-    for epilogue, groups in product(EPILOGUES, GROUPS):
-        members = [r for r in rows if (r["epilogue"], r["groups"]) == (epilogue, groups)]
+    for what, groups in product((*EPILOGUES, *FORMS[1:]), GROUPS):
+        members = [r for r in rows if (_what(r), r["groups"]) == (what, groups)]
         if not members:
             continue
         worst = min(members, key=lambda r: r["ratio_to_best_peer"])
-        result[f"{epilogue}, {groups}"] = {
+        result[f"{what}, {groups}"] = {
             "geomean": round(harness.geomean([r["ratio_to_best_peer"] for r in members]), 4),
             "worst": worst["ratio_to_best_peer"],
             "worst_case": f"{worst['experts']} experts, {worst['tokens']} tokens",
@@ -216,6 +441,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _what(row: dict[str, Any]) -> str:
+    """Return what a row measures: an epilogue, or another form."""
+    return str(row.get("form") or row["epilogue"])
+
+
 def main() -> None:
     """Run the cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,21 +453,24 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--epilogues", nargs="+", default=list(EPILOGUES), choices=EPILOGUES)
+    parser.add_argument("--form", default="rows", choices=FORMS)
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
-    done = {(r["experts"], r["tokens"], r["groups"], r["epilogue"]) for r in rows}
-    every = product(args.experts, args.tokens, args.groups, args.epilogues)
+    done = {(r["experts"], r["tokens"], r["groups"], _what(r)) for r in rows}
+    every = product(args.experts, args.tokens, args.groups, args.epilogues if args.form == "rows" else [args.form])
     left = [each for each in every if each not in done]
-    build_ahead((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left)
+    build_ahead(((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left), args.form)
     for experts, tokens, groups, epilogue in left:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
-        rows.append(run_case(Case(experts, tokens, groups), epilogue))
+        case = Case(experts, tokens, groups)
+        runs = {"wgrad": run_gradient, "fp8": run_narrow}
+        rows.append(run_case(case, epilogue) if args.form == "rows" else runs[args.form](case))
         row = rows[-1]
         others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())
         print(

@@ -1,12 +1,13 @@
-"""Measures GEMMs in TF32 and INT8 against PyTorch.
+"""Measures GEMMs in TF32, 3xTF32, INT8 and FP64 against PyTorch.
 
     python benchmarks/bench_types.py --out benchmarks/results/types_h100.json
     python benchmarks/bench_types.py --rows 256 4096 --cases "tf32 plain row,row" --out /tmp/rows.json
     python benchmarks/bench_types.py --resume /tmp/rows.json --out /tmp/all.json    # only missing rows
 
-TF32 is FP32 to FP32, plain and with bias and ReLU. PyTorch is allowed TF32. INT8 has scales of rows and columns, to
-BF16; PyTorch multiplies by torch._int_mm and scales then. The peers: "eager", operation by operation; "cublaslt", its
-fused bias and ReLU; "compile", torch.compile of the same with max-autotune.
+TF32 is FP32 to FP32, where PyTorch is allowed TF32, and FP64 is FP64 throughout: plain, and with bias and ReLU. 3xTF32
+is FP32 to FP32 against PyTorch's FP32. INT8 has scales of rows and columns, to BF16; PyTorch multiplies by
+torch._int_mm and scales then. The peers: "eager", operation by operation; "cublaslt", its fused bias and ReLU;
+"compile", torch.compile of the same with max-autotune.
 
 Each row: {"case", "m", "n", "k", "ours_ms", "peers" (ms by name), "best_peer", "ratio_to_best_peer", "ratio_range",
 "tflops", "error", "peers_error", "absent" (why, by name), "kernel"}. Errors are relative, of sampled rows, against
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.base.mma import MATHS
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run import requests
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -43,9 +45,15 @@ CASES = (
     "tf32 plain row,row",
     "tf32 plain col,row",
     "i8 scaled row,col",
+    "3xtf32 plain row,col",
+    "f64 plain row,col",
+    "f64 bias_relu row,col",
+    "f64 plain row,row",
 )
 PEERS = ("eager", "cublaslt", "compile")
-_TORCH = {"tf32": torch.float32, "i8": torch.int8}
+_TORCH = {"tf32": torch.float32, "3xtf32": torch.float32, "i8": torch.int8, "f64": torch.float64}
+# An error up to this counts as none: what they are compared with is a sum in FP64 itself.
+_ROUNDING = 1e-14
 _SAMPLED = 64
 
 
@@ -89,7 +97,7 @@ def request(case: str, x: Inputs) -> requests.Request:
     """Return the op that a user's call is, and its arguments."""
     element, follows, _ = case.split()
     op = {"plain": co.gemm, "bias_relu": co.gemm_bias_relu, "scaled": co.scaled_gemm}[follows]
-    math = {"math": "tf32"} if element == "tf32" else {}
+    math = {"math": element} if element in MATHS else {}
     return requests.requested(op, x.a, x.b, *x.others, **math)
 
 
@@ -97,10 +105,10 @@ def request(case: str, x: Inputs) -> requests.Request:
 
 
 @contextmanager
-def tf32_allowed() -> Iterator[None]:
-    """Let PyTorch multiply FP32 in TF32."""
+def tf32_allowed(case: str) -> Iterator[None]:
+    """Let PyTorch multiply FP32 in TF32 if that is the case's type, else not."""
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = case.startswith("tf32")
     try:
         yield
     finally:
@@ -180,7 +188,9 @@ def run_case(case: str, m: int, n: int, k: int, names: tuple[str, ...]) -> dict[
             absent[name] = str(reason).partition("\n")[0][:200]
             continue
         variants[name] = lambda index, f=function: f(sets[index % len(sets)])
-    assert ours_error <= 2 * min([*errors.values(), 1.0]), f"error is {ours_error:.2g}, and peers have {errors}"
+    assert ours_error <= 2 * max(min([*errors.values(), 1.0]), _ROUNDING), (
+        f"error is {ours_error:.2g}, and peers have {errors}"
+    )
     times = harness.time_interleaved(variants, expected_us(problem, size))
     mine = times.pop("ours")
     best = min(times, key=lambda name: times[name].median)
@@ -242,20 +252,20 @@ def main() -> None:
     done = {(r["case"], r["m"], r["n"], r["k"]) for r in rows}
     left = [(case, each) for each, case in product(problems(args.rows), args.cases) if (case, *each) not in done]
     harness.build_ahead(request(case, draw(case, *each, device="meta"))[:2] for case, each in left)
-    with tf32_allowed():
-        for case, each in left:
-            if time.monotonic() - begin > args.limit:
-                print(f"stopped at the limit before {case} {each}")
-                break
+    for case, each in left:
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {case} {each}")
+            break
+        with tf32_allowed(case):
             row = run_case(case, *each, tuple(args.peers))
-            rows.append(row)
-            others = " ".join(f"{name} {ms * 1e3:.1f}" for name, ms in row["peers"].items())
-            print(
-                f"{case} {'x'.join(map(str, each))}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, "
-                f"ratio {row['ratio_to_best_peer']} {row['kernel']}",
-                flush=True,
-            )
-            harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
+        rows.append(row)
+        others = " ".join(f"{name} {ms * 1e3:.1f}" for name, ms in row["peers"].items())
+        print(
+            f"{case} {'x'.join(map(str, each))}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, "
+            f"ratio {row['ratio_to_best_peer']} {row['kernel']}",
+            flush=True,
+        )
+        harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
     print(summary(rows))
 
 

@@ -151,7 +151,10 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
   std::string const& type = operand.type;
   std::string const element = type.substr(0, type.find('.'));
   bool const rows = type.find(".row") != std::string::npos;
-  int const width = element == "f32" || element == "tf32" ? 4 : element == "e4m3" || element == "e5m2" || element == "i8" ? 1 : 2;
+  int const width = element == "f64"                                            ? 8
+                    : element == "f32" || element.substr(0, 4) == "tf32"         ? 4
+                    : element == "e4m3" || element == "e5m2" || element == "i8" ? 1
+                                                                                : 2;
   size_t const align = type.find(".align");
   int const bytes = align == std::string::npos ? 16 : std::stoi(type.substr(align + 6)) * width;
   std::map<int, std::string> const words = {

@@ -144,7 +144,11 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
     return is;
   };
   // Elements in 16 bytes.
-  int const widest = take("f32") || take("tf32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") || take("i8") ? 16 : 0;
+  int const widest = take("f64")                                   ? 2
+                     : take("f32") || take("tf32x3") || take("tf32") ? 4
+                     : take("f16") || take("bf16")                 ? 8
+                     : take("e4m3") || take("e5m2") || take("i8") ? 16
+                                                                  : 0;
   bool good = widest > 0;
   for (std::string_view each : blocks) {
     bool const ends = rest.size() >= each.size() && rest.substr(rest.size() - each.size()) == each;
@@ -521,7 +525,7 @@ std::map<std::string, std::string> types(Json& json, char const* what, std::vect
   return found;
 }
 
-constexpr std::string_view kBatched = "batched", kGrouped = "grouped";
+constexpr std::string_view kBatched = "batched", kGrouped = "grouped", kRaggedK = "ragged_k";
 
 Manifest::Declaration signature(Json& json, Signature& found) {
   Manifest::Declaration declaration;
@@ -538,8 +542,8 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   fields.field("epilogue");
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);
-  if (fields.has("form")) found.form = one_of(json, "form", {kBatched, kGrouped});  // the dense form is left out
-  if (found.form == kGrouped) found.operands.push_back({"offsets", "i32.row.align1"});
+  if (fields.has("form")) found.form = one_of(json, "form", {kBatched, kGrouped, kRaggedK});  // the dense form is left out
+  if (found.form == kGrouped || found.form == kRaggedK) found.operands.push_back({"offsets", "i32.row.align1"});
   bool const scaled = std::any_of(epilogue.inputs.begin(), epilogue.inputs.end(),
                                   [](Named const& input) { return has(kBlocks, input.kind); });
   for (size_t i : {0, 1}) {

@@ -54,9 +54,14 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 # FP32 in memory, of which the Tensor Cores multiply the first 10 bits of the fraction: a type of A and B only.
 tf32 = DType("tf32", 32, "cutlass::tfloat32_t", "float32", _DL_FLOAT)
+# The same as a sum of two numbers of TF32, of which the Tensor Cores add up three of the four products.
+tf32x3 = DType("tf32x3", 32, "float", "float32", _DL_FLOAT)
 # FP8. e4m3 has no infinities, and one NaN of each sign.
 e4m3 = DType("e4m3", 8, "cutlass::float_e4m3_t", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
 e5m2 = DType("e5m2", 8, "cutlass::float_e5m2_t", "float8_e5m2", _DL_FLOAT8_E5M2)
+
+# FP64, in which GEMM and epilogue compute if A and B have it.
+f64 = DType("f64", 64, "double", "float64", _DL_FLOAT)
 
 # A type of A and B only, whose products are added up as i32.
 i8 = DType("i8", 8, "int8_t", "int8", _DL_INT)
@@ -70,9 +75,9 @@ ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
 # What an operand can be: of A and B, and of what an epilogue reads and stores.
-DECLARED: tuple[DType, ...] = (*ALL, tf32, i8)
+DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8)
 # What tensors may have as elements.
-HELD: tuple[DType, ...] = (*ALL, i8)
+HELD: tuple[DType, ...] = (*ALL, f64, i8)
 # What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
 READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
@@ -88,6 +93,12 @@ NAMES |= {
     "float": f32,
     "single": f32,
     "tf32": tf32,
+    "tf32x3": tf32x3,
+    "3xtf32": tf32x3,
+    "f64": f64,
+    "fp64": f64,
+    "float64": f64,
+    "double": f64,
     "i8": i8,
     "int8": i8,
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutlass_ops.base.arch import WGMMA_K_BYTES
-from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, i8, i32, tf32
+from cutlass_ops.base.dtypes import READ, STORED, DType, bf16, e4m3, e5m2, f16, f32, f64, i8, i32, tf32, tf32x3
 
 Block = tuple[int, int]
 
@@ -33,6 +33,8 @@ class MmaSpec:
         Whether ``wgmma`` needs K-major operands.
     k_major_only : bool
         Whether kernels of ``mma.sync`` need K-major operands as well.
+    hopper_shapes : tuple of (int, int, int)
+        Further shapes of ``mma.sync``, of which sm_90 is the first to have them; preferred there.
     rate : float
         Peak throughput relative to BF16.
     scalings : tuple of ((int, int), (int, int))
@@ -48,6 +50,7 @@ class MmaSpec:
     result: DType
     wgmma_k_major_only: bool = False
     k_major_only: bool = False
+    hopper_shapes: tuple[tuple[int, int, int], ...] = ()
     rate: float = 1.0
     scalings: tuple[tuple[Block, Block], ...] = ()
 
@@ -61,6 +64,25 @@ class MmaSpec:
         """The end of the instruction's name in PTX: K and types. A kernel that computes D^T takes B's type first."""
         types = ".".join(_PTX.get(t, t.name) for t in (self.accumulator, self.a, self.b))
         return f"k{WGMMA_K_BYTES // self.a.bytes}.{types}"
+
+    @property
+    def compute(self) -> DType:
+        """The type in which the epilogue computes."""
+        return f64 if self.accumulator is f64 else f32
+
+    @property
+    def read(self) -> tuple[DType, ...]:
+        """What an epilogue reads."""
+        return READ if self.compute is f32 else (self.compute,)
+
+    @property
+    def stored(self) -> tuple[DType, ...]:
+        """What an epilogue stores as (M, N)."""
+        return STORED if self.compute is f32 else (self.compute,)
+
+    def shapes_on(self, capability: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+        """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""
+        return (*(self.hopper_shapes if capability >= (9, 0) else ()), *self.shapes)
 
     def takes_n(self, n: int) -> bool:
         """Whether ``wgmma`` has an N, a multiple of 8 up to 256: of integers it has fewer."""
@@ -93,6 +115,9 @@ MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
     # FP32, of which a call says so: MATHS.
     MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5),
+    MmaSpec(tf32x3, tf32x3, f32, ((16, 8, 8),), "HMMA", "", f32, rate=1 / 6),
+    # PTX ISA, mma: m8n8k4 from sm_80 on, the larger ones from sm_90 on.
+    MmaSpec(f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4),), rate=1 / 16),
     # Whole numbers, whose sums are exact.
     MmaSpec(i8, i8, i32, ((16, 8, 32),), "IMMA", "IGMMA", bf16, wgmma_k_major_only=True, k_major_only=True, rate=2.0),
     # FP8, in every combination: wgmma only.
@@ -106,8 +131,8 @@ MMAS: tuple[MmaSpec, ...] = (
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives.
-Math = Literal["tf32"]
-MATHS: dict[Math, DType] = {"tf32": tf32}
+Math = Literal["tf32", "3xtf32"]
+MATHS: dict[Math, DType] = {"tf32": tf32, "3xtf32": tf32x3}
 
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 

@@ -17,7 +17,7 @@ from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import limits
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -52,6 +52,8 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
                 "with a Product, weights (E, N, K) are passed as w.mT, N is a multiple of 8, and the epilogue reads no "
                 "(M, N) tile and stores D alone"
             )
+    elif signature.form == RAGGED_K:
+        advice = "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
     elif mma is not None and not mma.shapes and not device.has_wgmma:
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
     elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:

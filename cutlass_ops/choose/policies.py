@@ -382,9 +382,9 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
         known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine
         return Policy.of(known, signature, device, allowed(bundled))
 
-    usual: tuple[Config, ...] = (*sm80.UNTUNED, *gemv.UNTUNED)
-    if min(signature.alignments) == 1:
-        usual = sm80.UNTUNED_UNALIGNED
+    usual: tuple[Config, ...] = sm80.untuned(signature)
+    if min(signature.alignments) > 1:
+        usual = (*usual, *gemv.UNTUNED)
     if signature.form == BATCHED:
         usual = (*usual, *small.UNTUNED)
     if device.has_wgmma:

@@ -26,12 +26,15 @@ class Form:
         Whether a problem may have a count above 1.
     operands : tuple of str
         Tensors of a call between A and B and the epilogue's inputs.
+    stacked : bool
+        Whether each GEMM has a D of its own, in dimensions before M.
     """
 
     name: str
     count: str
     several: bool = True
     operands: tuple[str, ...] = ()
+    stacked: bool = False
 
     @classmethod
     def of(cls, given: object) -> Form:
@@ -66,14 +69,20 @@ class Form:
 
 
 DENSE = Form("dense", "the count is 1", several=False)
-BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
+BATCHED = Form("batched", "the number of batches, each with an A, a B and a D", stacked=True)
 GROUPED = Form(
     "grouped",
     "the number of groups of A's rows, each with a B of its own; M is the rows that a group is taken to have",
     operands=("offsets",),
 )
+RAGGED_K = Form(
+    "ragged_k",
+    "the number of groups of A's columns and B's rows, each with a D of its own; K is what a group is taken to have",
+    operands=("offsets",),
+    stacked=True,
+)
 # Every form is a row here. The kinds of kernels say which of them they serve.
-FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED)}
+FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED, RAGGED_K)}
 
 
 def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:

@@ -374,7 +374,9 @@ Typed = dict[str, tuple[Kind, Operand]]
 
 def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     """Return kind and default type of the inputs, and of the outputs after D, by name."""
-    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b, Kind.INTEGER: i64}
+    mma = mma_of(b.dtype, b.dtype)
+    scalar = f32 if mma is None else mma.compute
+    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: scalar, Kind.PRODUCT: b, Kind.INTEGER: i64}
     usual |= dict.fromkeys(BLOCKS, f32)
     read = _read_beside(b, d)
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, read)))) for i in graph.inputs}

@@ -139,7 +139,7 @@ def epilogue_of(name: str, dtype: str) -> Epilogue | None:
     """
     if name not in NORMS:
         return builtin.BY_OP.get(name)
-    found = NORMS[name].get(dtypes.dtype(dtype).name)
+    found = NORMS[name].get(dtypes.dtype(dtype, dtypes.DECLARED).name)
     if found is None:
         raise ConfigError(f"{name} does not take {dtype}: use {' or '.join(NORMS[name])}")
     return found

@@ -61,6 +61,8 @@ class OpInfo(NamedTuple):
         The gradient of each argument: an expression of g (the gradient of the result), r (the result), arguments by the
         formula's names, numbers and operations. A part that stands several times has a name. Ties and kinks are
         PyTorch's. ``"0"`` is a gradient that is always 0.
+    in_fp64 : bool
+        Whether epilogues in FP64 have it: ``cutlass_ops/doubles.h`` defines it then, if it is a function.
     """
 
     arity: int
@@ -70,6 +72,7 @@ class OpInfo(NamedTuple):
     header: str = ""
     typed: tuple[Signature, ...] = ()
     vjp: tuple[str, ...] = ()
+    in_fp64: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -240,7 +243,12 @@ OPS: dict[str, OpInfo] = {
         vjp=("where(x <= -3, 0, where(x < 3, g * (x / 3 + 0.5), g))",),
     ),
     "cast": OpInfo(
-        1, "cutlass_ops::cast", "x rounded to the dtype, to nearest even", "x.to(dtype).to(x.dtype)", vjp=("g",)
+        1,
+        "cutlass_ops::cast",
+        "x rounded to the dtype, to nearest even",
+        "x.to(dtype).to(x.dtype)",
+        vjp=("g",),
+        in_fp64=False,
     ),
     SWAP_PAIRS: OpInfo(
         1,
@@ -248,6 +256,7 @@ OPS: dict[str, OpInfo] = {
         "x of column n + 1 where n is even, of n − 1 where n is odd",
         "x.reshape(-1, 2).flip(1).reshape(x.shape)",
         vjp=("swap_pairs(g)",),
+        in_fp64=False,
     ),
     UNIFORM: OpInfo(
         2,
@@ -257,6 +266,7 @@ OPS: dict[str, OpInfo] = {
         "cutlass_ops/random.h",
         (((_S, _S), _F),),
         vjp=("0", "0"),
+        in_fp64=False,
     ),
 }
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, INTEGERS, READ, REDUCED, STORED, f32
-from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
+from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32
+from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.form import BATCHED, GROUPED, why_one_gemm
+from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
@@ -55,9 +55,9 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 
 def _one_gemm(spec: KernelSpec, _: Config) -> Iterator[str]:
-    why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED) else None
+    why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED, RAGGED_K) else None
     if why is not None:
-        yield f"form is {spec.form}, and {why}: use form dense for each {'group' if spec.form == GROUPED else 'batch'}"
+        yield f"form is {spec.form}, and {why}: use form dense for each {'batch' if spec.form == BATCHED else 'group'}"
 
 
 def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
@@ -84,9 +84,10 @@ def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
     read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
-    found = [("d", spec.d, STORED)]
-    found += [(f"input {i.name}", operand, read.get(i.kind, READ)) for i, operand in spec.typed_inputs]
-    found += [(f"output {o.name}", t, STORED if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
+    mma = mma_of(spec.a.dtype, spec.b.dtype) or MMAS[0]  # the rule operand_dtypes reports the others
+    found = [("d", spec.d, mma.stored)]
+    found += [(f"input {i.name}", operand, read.get(i.kind, mma.read)) for i, operand in spec.typed_inputs]
+    found += [(f"output {o.name}", t, mma.stored if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
     for name, operand, allowed in found:
         if operand.dtype not in allowed:
             yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"

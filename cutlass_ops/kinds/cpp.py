@@ -9,25 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cutlass_ops.base.dtypes import dtype
+from cutlass_ops.base.dtypes import DType, dtype, f32, f64
 from cutlass_ops.epilogue.nodes import Node
 from cutlass_ops.epilogue.operations import OPS, TO_FLOAT, Type, to_fp32
 
 # Where functions are defined that few epilogues need.
 HEADERS: dict[str, str] = {name: info.header for name, info in OPS.items() if info.header}
 
-# What values are in C++, inside a function.
-TYPES: dict[Type, str] = {Type.FLOAT: "float", Type.TRUTH: "bool", Type.INDEX: "int"}
+# What FP64 epilogues need besides: functions of these names, of double values.
+DOUBLES = "cutlass_ops/doubles.h"
+
+# What values are in C++, inside a function: those of an FP64 epilogue are of that type.
+_TYPES: dict[Type, str] = {Type.TRUTH: "bool", Type.INDEX: "int"}
 
 
-def float_literal(value: float) -> str:
+def type_of(kind: Type, compute: DType = f32) -> str:
+    """Return what a value is in C++, inside a function of an epilogue that computes in a type."""
+    return _TYPES.get(kind, compute.cpp)
+
+
+def float_literal(value: float, compute: DType = f32) -> str:
     """Spell an FP32 value in C++ with the fewest decimal digits that a compiler reads back exactly.
+
+    An epilogue that computes in FP64 takes the same value as a double.
 
     Raises
     ------
     ValueError
         If the value is not exactly an FP32 value.
     """
+    if compute is f64:
+        return f"double({float_literal(value)})"
     if math.isnan(value):
         return "cutlass_ops::nan()"
     if math.isinf(value):
@@ -68,7 +80,7 @@ def seed_literal(value: int) -> str:
     return "INT64_MIN" if value == -(1 << 63) else f"INT64_C({value})"
 
 
-def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
+def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32) -> str:
     """Spell one operation or constant as a C++ expression.
 
     Parameters
@@ -77,6 +89,8 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
         A constant or an operation of :data:`OPS`; the other leaves are the renderer's to name.
     arg_names : sequence of str
         C++ expressions of the arguments, each an identifier or bracketed.
+    compute : DType
+        The type in which the epilogue computes.
 
     Raises
     ------
@@ -84,7 +98,7 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
         If the node is neither, or has another number of arguments.
     """
     if node.op == "const" and isinstance(node.attr, float):
-        return float_literal(node.attr)
+        return float_literal(node.attr, compute)
     if node.op == "integer":
         return integer_literal(int(node.attr or 0))
     if node.op not in OPS or not OPS[node.op].cpp:
@@ -94,7 +108,9 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
         raise ValueError(f"{node.op} takes {info.arity} arguments, not {len(arg_names)}")
     if node.op == "cast":
         return f"{info.cpp}<{dtype(str(node.attr)).cpp}>({arg_names[0]})"
-    if info.cpp.startswith("cutlass_ops::") or node.op == TO_FLOAT:
+    if node.op == TO_FLOAT:
+        return f"{compute.cpp}({arg_names[0]})"
+    if info.cpp.startswith("cutlass_ops::"):
         return f"{info.cpp}({', '.join(arg_names)})"
     if info.arity == 1:
         return f"({info.cpp}{arg_names[0]})"

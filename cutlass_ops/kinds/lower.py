@@ -5,33 +5,42 @@ read, so the elementwise part of a graph becomes as few C++ functions as the out
 stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice. Where
 pairs of columns are swapped, values go from element to element, which no such function does: a visitor of its own.
 
-Between functions values are FP32. Truth values and indices are therefore computed anew in each function that needs one.
-What depends on an element's place is loaded, as an input is: an index as the bits of an FP32 value.
+Between functions values are FP32, or FP64 if the sums are. Truth values and indices are therefore computed anew in each
+function that needs one. What depends on an element's place is loaded, as an input is: an index as the bits of an FP32
+value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from cutlass_ops.base.dtypes import DType, i32, i64
+from cutlass_ops.base.dtypes import DType, f32, f64, i32, i64
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, GROUPED
+from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, SWAP_PAIRS, UNIFORM, Type
-from cutlass_ops.kinds.cpp import HEADERS, TYPES, cpp_expression, exact_inverse, float_literal, seed_literal
+from cutlass_ops.kinds.cpp import (
+    DOUBLES,
+    HEADERS,
+    cpp_expression,
+    exact_inverse,
+    float_literal,
+    seed_literal,
+    type_of,
+)
 
 ACC = "acc"
 
 
 @dataclass(frozen=True)
 class Compute:
-    """One rendered C++ function on FP32 scalars.
+    """One rendered C++ function on FP32 scalars, or on FP64 ones.
 
     Attributes
     ----------
@@ -105,12 +114,12 @@ class Lowered:
         return next((p for p in self.places if p.name == leaf), None)
 
 
-def lower(graph: Graph) -> Lowered:
-    """Group the graph's operations into computes."""
+def lower(graph: Graph, compute: DType = f32) -> Lowered:
+    """Group the graph's operations into computes, in FP32 or FP64."""
     owners = _owners(graph)
     roots = sorted({root for nodes in owners.values() for root in nodes})
     names = _names(graph, roots)
-    computes = tuple(_compute(graph, root, roots, names) for root in roots)
+    computes = tuple(_compute(graph, root, roots, names, compute) for root in roots)
     used = {arg for compute in computes for arg in compute.args}
     leaves = tuple(name for name in _leaves(graph) if name in used)
     stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
@@ -189,7 +198,7 @@ def _names(graph: Graph, roots: list[int]) -> dict[int, str]:
     return names
 
 
-def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -> Compute:
+def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str], compute: DType) -> Compute:
     """Write the function that computes ``root`` from leaves and from other computes."""
     if graph.nodes[root].op == SWAP_PAIRS:
         (swapped,) = graph.nodes[root].args
@@ -210,15 +219,15 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
         elif _is_leaf(node):
             spelled[index] = _parameter(_leaf_name(graph, node))
         elif node.op in ("const", "integer"):
-            spelled[index] = cpp_expression(node, ())
+            spelled[index] = cpp_expression(node, (), compute)
         else:
             inverse = exact_inverse(graph.nodes[node.args[1]]) if node.op == "div" else None
             if inverse is None:
-                expression = cpp_expression(node, tuple(value(a) for a in node.args))
+                expression = cpp_expression(node, tuple(value(a) for a in node.args), compute)
             else:
-                expression = f"({value(node.args[0])} * {float_literal(inverse)})"
+                expression = f"({value(node.args[0])} * {float_literal(inverse, compute)})"
             spelled[index] = f"v{len(lines)}_"
-            lines.append(f"{TYPES[types[index]]} const {spelled[index]} = {expression};")
+            lines.append(f"{type_of(types[index], compute)} const {spelled[index]} = {expression};")
         return spelled[index]
 
     def _parameter(name: str) -> str:
@@ -289,7 +298,7 @@ _READERS = {
 
 
 def types(
-    spec: KernelSpec, lowered: Lowered, places: str, loaded: Callable[[DType], DType] = lambda dtype: dtype
+    spec: KernelSpec, lowered: Lowered, places: str, loaded: Callable[[Operand], Operand] = lambda operand: operand
 ) -> dict[str, Any]:
     """Return the template variables that say what the kernel computes on, and the headers that few kernels need.
 
@@ -302,17 +311,18 @@ def types(
     places : str
         The header that this kind of kernel needs where values depend on their place.
     loaded : callable
-        Returns as what the kernel's source knows the type of A and of B.
+        Returns as what the kernel's source knows A and B.
     """
-    a, b = (replace(operand, dtype=loaded(operand.dtype)) for operand in (spec.a, spec.b))
+    a, b = loaded(spec.a), loaded(spec.b)
     reductions = (REDUCTIONS[o.reduction].header for o in spec.epilogue.outputs if o.reduction is not None)
     headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
     headers |= {places} if lowered.places else set()
+    headers |= {DOUBLES} if spec.a.dtype is f64 else set()
     operands = (a, b, spec.d, *spec.inputs, *spec.outputs)
     elements = dict.fromkeys(operand.dtype for operand in operands)
     if HEADERS[UNIFORM] in headers:
         elements.pop(i64, None)  # a seed's type: this header, which reads seeds, says it
-    if spec.form == GROUPED:
+    if spec.form in (GROUPED, RAGGED_K):
         elements[i32] = None  # of where groups end
     return {
         "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
@@ -331,6 +341,7 @@ def types(
         # Groups are found by their first row and number where a batch is found by its place.
         "batched": spec.form != DENSE,
         "grouped": spec.form == GROUPED,
+        "ragged_k": spec.form == RAGGED_K,
     }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutlass_ops.base.dtypes import FP8
+from cutlass_ops.base.dtypes import FP8, f64
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
@@ -70,6 +71,8 @@ def sm80_serves(spec: KernelSpec) -> bool:
     if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False):
         return False
     if spec.epilogue.gathered and not takes_means(mma):
+        return False
+    if mma.compute is f64 and doubles.why_not(spec.epilogue) is not None:
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products and spec.epilogue.quantized is None

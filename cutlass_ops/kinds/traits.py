@@ -8,7 +8,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.base.mma import mma_of
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
@@ -40,6 +41,10 @@ class Traits:
         Whether blocks of A and of B have scales.
     grouped : bool
         Whether rows belong to groups, whose tiles have one order.
+    rate : float
+        Peak throughput of products relative to BF16.
+    ragged_k : bool
+        Whether K belongs to groups, whose tiles are not ordered by GPC.
     """
 
     element_bytes: int
@@ -51,10 +56,13 @@ class Traits:
     gathers: bool = False
     blocks: bool = False
     grouped: bool = False
+    rate: float = 1.0
+    ragged_k: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
         """Return the traits of a signature."""
+        mma = mma_of(signature.a.dtype, signature.b.dtype)
         return cls(
             element_bytes=signature.a.dtype.bytes,
             d_bytes=signature.d.dtype.bytes,
@@ -65,6 +73,8 @@ class Traits:
             gathers=bool(signature.epilogue.gathered),
             blocks=bool(signature.epilogue.block_scales),
             grouped=signature.form == GROUPED,
+            rate=1.0 if mma is None else mma.rate,
+            ragged_k=signature.form == RAGGED_K,
         )
 
     @property

@@ -106,15 +106,16 @@ class Forward(NamedTuple):
         self, a: Tensor, b: Tensor, values: Values, out_dtype: torch.dtype | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run it; return the outputs of the user's op, and what the backward reads."""
-        products = {name: self.product(a, values[name]) for name in self.saving.apart}
+        products = {name: self.product(a, values[name], values) for name in self.saving.apart}
         results = self.runs.as_list(a, b, *(values | products).values(), out_dtype=out_dtype)
         by_name = {o.name: x for o, x in zip(self.runs.graph.outputs, results, strict=True)}
         by_name |= {output: products[name] for name, output in self.saving.apart.items()}
         return results[: len(self.called.graph.outputs)], [by_name[name] for name in self.saving.kept]
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, values: Values) -> Tensor:
         """Return a @ b, in a's dtype."""
-        return self.called.of(builtin.identity.graph).as_list(a, b, out_dtype=a.dtype)[0]
+        of_form = [values[name] for name in self.called.form.operands]
+        return self.called.of(builtin.identity.graph).as_list(a, b, *of_form, out_dtype=a.dtype)[0]
 
     def vjp(self, wrt: frozenset[str], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Vjp:
         """Return the expression of the gradients, which reads what is kept.
@@ -295,8 +296,12 @@ class Step:
             return None
         values = {**values, _GIVEN: acc, **{_column_of(name): self._flat(Kind.COL, self._mean(name)) for name in means}}
         a, b = self.a.new_zeros(self.m, _ZEROS), self.a.new_zeros(self.n, _ZEROS).t()
-        listed = self.run(graph, a, b, *(values[i.name] for i in graph.inputs))
+        listed = self.dense(graph, a, b, *(values[i.name] for i in graph.inputs))
         return dict(zip((o.name for o in graph.outputs), listed, strict=True))
+
+    def dense(self, graph: Graph, a: Tensor, b: Tensor, *inputs: Any) -> list[Tensor]:
+        """Run the op of a graph for one GEMM."""
+        return self.run(graph, a, b, *inputs)
 
     def _mean(self, name: str) -> Tensor:
         """Return what is gathered of A's rows, without a copy of A in FP32."""

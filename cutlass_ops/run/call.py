@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
+from cutlass_ops.base.dtypes import f32, f64, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -32,8 +32,6 @@ from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, o
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
 from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_memory
-
-_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
 
 class Call(NamedTuple):
@@ -70,9 +68,10 @@ class Call(NamedTuple):
     def chosen_for(self) -> Problem:
         """The problem for which a kernel is chosen: that of groups is made up, as the host does not know them."""
         problem = self.problem
-        if self.arguments.form != GROUPED or 0 in problem:
+        if self.arguments.form not in (GROUPED, RAGGED_K) or 0 in problem:
             return problem
-        return groups.typical(problem.m, problem.n, problem.k, problem.count)
+        typical = groups.typical if self.arguments.form == GROUPED else groups.typical_of_k
+        return typical(problem.m, problem.n, problem.k, problem.count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
@@ -117,7 +116,7 @@ class Call(NamedTuple):
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         self.check_layouts()
-        several = self.why_apart is not None or self.arguments.form == GROUPED
+        several = self.why_apart is not None or bool(self.arguments.form.operands)
         for part in self.parts() if several else [self]:
             a, b, inputs = _as_multiplied(part)
             values = reference.gemm_reference(
@@ -126,6 +125,7 @@ class Call(NamedTuple):
                 self.graph,
                 inputs,
                 d_dtype=self.outputs[0].dtype,
+                compute_dtype=torch.float64 if a.dtype == torch.float64 else torch.float32,
                 output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
             )
             for output, tensor in zip(self.graph.outputs, part.outputs, strict=True):
@@ -139,6 +139,9 @@ class Call(NamedTuple):
             return
         if arguments.form == GROUPED:
             yield from self._groups()
+            return
+        if arguments.form == RAGGED_K:
+            yield from self._groups_of_k()
             return
         problem = arguments.problem._replace(count=1)
         own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
@@ -180,6 +183,27 @@ class Call(NamedTuple):
             of_one = Arguments(problem, (size,), arguments.a[rows], arguments.b[expert], own)
             yield Call(self.graph, of_one, outputs, outputs)
 
+    def _groups_of_k(self) -> Iterator[Call]:
+        """Yield a dense call for each group of K, those included that have none: it reads where they end."""
+        arguments, problem = self.arguments, self.problem
+        offsets = arguments.inputs["offsets"]
+        assert isinstance(offsets, Tensor)
+        if 0 in (problem.m, problem.n):
+            return
+        own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
+        # Without any K, nobody has to ask where it ends.
+        every = groups.ends(offsets, problem.k) if problem.k else itertools.repeat(slice(0, 0), problem.count)
+        for at, rows in enumerate(every):
+            inputs = {
+                name: value[at] if isinstance(value, Tensor) and value.ndim > own[name] else value
+                for name, value in arguments.inputs.items()
+                if name in own
+            }
+            of_one = problem._replace(k=rows.stop - rows.start, count=1)
+            outputs = tuple(x[at] for x in self.outputs)
+            part = Arguments(of_one, (problem.m,), arguments.a[:, rows], arguments.b[rows], inputs)
+            yield Call(self.graph, part, outputs, outputs)
+
     @property
     def why_apart(self) -> str | None:
         """Why the call's GEMMs take a launch each, in words; None if one kernel computes them all."""
@@ -196,6 +220,7 @@ def check_call(
     spec: KernelSpec | None = None,
     offsets: Any = None,
     math: mma.Math | None = None,
+    form: Form = GROUPED,
 ) -> Call:
     """Check a call's arguments and allocate missing outputs.
 
@@ -206,9 +231,11 @@ def check_call(
     spec : KernelSpec, optional
         The kernel, if it is fixed. It then decides the outputs' types.
     offsets : Tensor, optional
-        Where groups of A's rows end, if each has a matrix of its own.
+        Where groups end, if there are any.
     math : str, optional
         What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`.
+    form : Form
+        Of what they are groups, if there are any: see ``declare/form.py``.
 
     Raises
     ------
@@ -217,13 +244,19 @@ def check_call(
     """
     if offsets is None:
         arguments = operands.check_arguments(graph, a, b, inputs, math)
+    elif form == RAGGED_K:
+        arguments = groups.check_arguments_of_k(graph, a, b, offsets, inputs)
     else:
         arguments = groups.check_arguments(graph, a, b, offsets, inputs)
     if spec is not None and spec.form != arguments.form:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
-    if out_dtype is not None and out_dtype not in _OUT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
+    multiplied = mma.mma_of(*arguments.types)
+    assert multiplied is not None  # the check of A and B found it
+    known = [getattr(torch, t.torch_name) for t in multiplied.stored]
+    if out_dtype is not None and out_dtype not in known:
+        *others, last = map(str, known)
+        raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(others)}{' or ' if others else ''}{last}")
     quantized = quantized_dtype(graph)
     if quantized is not None and out_dtype not in (None, quantized):
         raise TypeError(f"out_dtype is {out_dtype}, and the epilogue quantises D to {quantized}: omit out_dtype")
@@ -231,7 +264,7 @@ def check_call(
     outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            allowed = STORED if output.reduce is None else READ
+            allowed = multiplied.stored if output.reduce is None else multiplied.read
             outputs.append(check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
@@ -286,7 +319,7 @@ def call_at(
         Dtypes of inputs by name, if they are others.
     form : Form
         How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared. Of
-        groups, each has M rows.
+        groups, each has M rows, or all of K.
 
     Raises
     ------
@@ -308,8 +341,9 @@ def call_at(
     usual = usual_dtype(of_a, of_a)
 
     lead = (problem.count,) if form == BATCHED else ()
-    of_b = () if form == DENSE else (problem.count,)
+    of_b = (problem.count,) if form in (BATCHED, GROUPED) else ()
     m *= problem.count if form == GROUPED else 1
+    k *= problem.count if form == RAGGED_K else 1
 
     def empty(
         rows: int, columns: int, major: Major, element: torch.dtype = of_a, lead: tuple[int, ...] = lead
@@ -335,17 +369,10 @@ def call_at(
         Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
-    offsets = torch.empty(of_b, dtype=torch.int32, device="meta") if form == GROUPED else None
-    return check_call(
-        graph,
-        empty(m, k, a),
-        empty(k, n, b, lead=of_b),
-        inputs,
-        None,
-        out_dtype,
-        offsets=offsets,
-        math=mma.math_of(element),
-    )
+    offsets = torch.empty((problem.count,), dtype=torch.int32, device="meta") if form.operands else None
+    operands_of_call = empty(m, k, a), empty(k, n, b, lead=of_b)
+    math = mma.math_of(element)
+    return check_call(graph, *operands_of_call, inputs, None, out_dtype, offsets=offsets, math=math, form=form)
 
 
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
@@ -397,6 +424,9 @@ def _check_lines(call: Call) -> Sequence[Major]:
     """Return the majors that B may have; refuse operands that no kernel for their types or form reads."""
     if call.arguments.form == GROUPED:
         groups.check_lines(call.arguments, _products(call))
+    if call.arguments.form == RAGGED_K:
+        groups.check_lines_of_k(call.arguments)
+        return ("row",)
     return operands.check_lines(call.arguments, _products(call))
 
 
@@ -406,7 +436,10 @@ def _as_multiplied(call: Call) -> tuple[Tensor, Tensor, dict[str, Tensor | float
     type_a, type_b = arguments.types
     products = {name: reference.as_multiplied(x, type_b) for name, x in _products(call).items()}
     a, b = reference.as_multiplied(arguments.a, type_a), reference.as_multiplied(arguments.b, type_b)
-    return a, b, {**arguments.inputs, **products}
+    inputs = {**arguments.inputs, **products}
+    if type_a is f64:  # of numbers, the reference takes those of FP32
+        inputs = {n: x if isinstance(x, Tensor) else torch.tensor(x, dtype=a.dtype) for n, x in inputs.items()}
+    return a, b, inputs
 
 
 def _products(call: Call) -> dict[str, Tensor]:
@@ -428,8 +461,11 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     majors = _check_lines(call)
     type_a, type_b = arguments.types
     a = matrices.matrix("a", arguments.a, type_a)
+    if arguments.form == RAGGED_K:
+        a = matrices.as_major(arguments.a, 0, type_a) or a
     b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
+    scalar = f64 if type_a is f64 else f32
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = matrices.matrix(name, tensor, element_type(name, tensor))
@@ -441,7 +477,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
 
     def typed(name: str, kind: Kind, value: Tensor | float, *, is_output: bool = False) -> Operand:
         if kind is Kind.INTEGER or not isinstance(value, Tensor):
-            return Operand(i64 if kind is Kind.INTEGER else f32, "row", 1)
+            return Operand(i64 if kind is Kind.INTEGER else scalar, "row", 1)
         if value.dtype is torch.int32:
             return Operand(i32, "row", 1)
         if kind is Kind.TILE:

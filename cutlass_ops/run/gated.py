@@ -101,7 +101,7 @@ def gemm_swiglu(
         Where to write the result, or the results by name.
     out_dtype : torch.dtype, optional
         The result's dtype; by default that of x, and BF16 for FP8.
-    math : {"tf32"}, optional
+    math : {"tf32", "3xtf32"}, optional
         What the Tensor Cores make of FP32 operands, as for :func:`cutlass_ops.gemm`. A norm then needs `rstd`.
 
     Returns

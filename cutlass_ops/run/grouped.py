@@ -1,7 +1,8 @@
-"""Grouped GEMMs: groups of rows, each multiplied by a weight of its own, as in mixtures of experts."""
+"""Grouped GEMMs, as in mixtures of experts: groups of rows, each multiplied by a weight of its own or by a gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base.mma import Math
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import groups, traced
@@ -18,21 +19,15 @@ from cutlass_ops.run.ops import Op, op_of
 from cutlass_ops.run.requests import prepared_by
 
 
-class GroupedOp(Op):
-    """An epilogue of a grouped GEMM: called as ``op(x, w, offsets, *inputs)``."""
+class _OfGroups(Op):
+    """The base of ops with groups, whose ends they take before the epilogue's inputs."""
 
-    form = GROUPED
-
-    def __init__(self, epilogue: Epilogue) -> None:
-        groups.require(epilogue.graph)
-        super().__init__("grouped_gemm", epilogue, made_by=("grouped", epilogue.graph.to_json()))
-
-    def checked_call(  # noqa: D102
+    def checked_call(
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
         offsets, *others = inputs
         named = dict(zip(self.names[1:], others, strict=True))
-        return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets)
+        return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets, form=self.form)
 
     def in_math(self, math: Math) -> NoReturn:
         """Refuse FP32 operands.
@@ -44,6 +39,32 @@ class GroupedOp(Op):
         """
         raise TypeError(f"{self.name} takes no math: groups of rows are multiplied in 16 bits")
 
+
+class GroupedOp(_OfGroups):
+    """An epilogue of a grouped GEMM: called as ``op(x, w, offsets, *inputs)``."""
+
+    form = GROUPED
+
+    def __init__(self, epilogue: Epilogue) -> None:
+        groups.require(epilogue.graph)
+        super().__init__("grouped_gemm", epilogue, made_by=("grouped", epilogue.graph.to_json()))
+
+    def of(self, graph: Graph) -> GroupedOp:  # noqa: D102
+        return _grouped_op_of(graph)
+
+    def of_weights(self, graph: Graph) -> WgradOp:  # noqa: D102
+        return _wgrad_op_of(graph)
+
+
+class WgradOp(_OfGroups):
+    """An epilogue of the products of each group's rows: called as ``op(x.mT, gradient, offsets, *inputs)``."""
+
+    form = RAGGED_K
+
+    def __init__(self, epilogue: Epilogue) -> None:
+        groups.require(epilogue.graph, RAGGED_K)
+        super().__init__("grouped_gemm_wgrad", epilogue, made_by=("wgrad", epilogue.graph.to_json()))
+
     def of(self, graph: Graph) -> NoReturn:
         """Refuse gradients.
 
@@ -52,7 +73,20 @@ class GroupedOp(Op):
         NotImplementedError
             Always.
         """
-        raise NotImplementedError(traced.NO_GROUPED_GRADIENT.format("an argument"))
+        raise NotImplementedError(traced.NO_SECOND_GRADIENT.format("an argument"))
+
+
+# Equal graphs give the same op.
+
+
+@functools.lru_cache(maxsize=1024)
+def _grouped_op_of(graph: Graph) -> GroupedOp:
+    return GroupedOp(Epilogue.of(graph.title or "identity", "", graph))
+
+
+@functools.lru_cache(maxsize=1024)
+def _wgrad_op_of(graph: Graph) -> WgradOp:
+    return WgradOp(Epilogue.of(graph.title or "identity", "", graph))
 
 
 @traced.remembered
@@ -70,6 +104,23 @@ def grouped_op(epilogue: Epilogue | None = None) -> GroupedOp:
 def op_again(name: str, plain: Any) -> GroupedOp:
     """Make an op again from what :class:`GroupedOp` registers: see ``traced.MAKERS``."""
     return GroupedOp(Epilogue.of(name, "", Graph.from_json(plain)))
+
+
+@traced.remembered
+def wgrad_op(epilogue: Epilogue | None = None) -> WgradOp:
+    """Return the op behind :func:`grouped_gemm_wgrad`. It takes (x.mT, gradient, offsets, *inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or has no meaning for groups.
+    """
+    return WgradOp(op_of(epilogue).epilogue)
+
+
+def wgrad_again(name: str, plain: Any) -> WgradOp:
+    """Make an op again from what :class:`WgradOp` registers: see ``traced.MAKERS``."""
+    return WgradOp(Epilogue.of(name, "", Graph.from_json(plain)))
 
 
 def _prepare(x: Tensor, w: Tensor, offsets: Tensor, epilogue: Epilogue | None) -> tuple[Op, tuple[Any, ...]]:
@@ -99,10 +150,11 @@ def grouped_gemm(
     Parameters
     ----------
     x : Tensor
-        (T, K), FP16 or BF16, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, or rows are padded.
+        (T, K), FP16, BF16 or FP8, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, in FP8 of 16,
+        or rows are padded. :func:`scaled_grouped_gemm` applies scales of FP8.
     w : Tensor
-        (E, K, N), the same dtype, either major, any stride between experts, lines at multiples of 16 bytes. Pass
-        weights of shape (E, N, K) as ``weights.mT``.
+        (E, K, N), the same dtype, either major (FP8 along K only), any stride between experts, lines at multiples of 16
+        bytes. Pass weights of shape (E, N, K) as ``weights.mT``.
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end, as
         ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)`` has it.
@@ -129,8 +181,6 @@ def grouped_gemm(
         If an argument does not fit. The message names it and says what to do.
     UnsupportedError
         If the device is not of compute capability 9.0 (Hopper).
-    NotImplementedError
-        If an argument requires grad.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be compiled, stored or loaded.
 
@@ -147,3 +197,85 @@ def grouped_gemm(
     [8.0, 4.0, 9.0, 9.0, 18.0]
     """
     return grouped_op(epilogue)(x, w, offsets, out=out, out_dtype=out_dtype, **inputs)
+
+
+def _prepare_wgrad(
+    x: Tensor, gradient: Tensor, offsets: Tensor, epilogue: Epilogue | None
+) -> tuple[Op, tuple[Any, ...]]:
+    return wgrad_op(epilogue), (_transposed(x), gradient, offsets)
+
+
+def _transposed(x: Any) -> Any:
+    """Return A for x. What is no matrix, the call refuses."""
+    return x.mT if isinstance(x, Tensor) and x.ndim == 2 else x
+
+
+@prepared_by(_prepare_wgrad)
+def grouped_gemm_wgrad(
+    x: Tensor,
+    gradient: Tensor,
+    offsets: Tensor,
+    *,
+    epilogue: Epilogue | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Multiply each expert's rows of two matrices, in one kernel: D[e] = epilogue(x[rows of e].mT @ gradient[rows]).
+
+    That is the gradient of the weights of :func:`grouped_gemm`. Groups are as there. An expert without rows has the
+    epilogue of zeros. Rows from ``offsets[-1]`` on belong to no group, and no result depends on them. On the device,
+    offsets that fall, are negative or above T give wrong matrices, but no access outside of the tensors.
+
+    Parameters
+    ----------
+    x : Tensor
+        (T, K), FP16 or BF16, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, or rows are padded.
+    gradient : Tensor
+        (T, N), the same dtype, with rows like those of x.
+    offsets : Tensor
+        (E,), INT32, on the device of x: the row at which each expert's rows end.
+    epilogue : Epilogue, optional
+        A function decorated with :func:`cutlass_ops.epilogue`; by default D[e] is the product itself.
+    out : Tensor or mapping of str to Tensor, optional
+        Where to write D, or the outputs by name: (E, K, N), any stride between experts.
+    out_dtype : torch.dtype, optional
+        D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+    **inputs
+        The epilogue's inputs by name: Row (N,), Col (K,) or Tile (K, N) for all experts, or with a first dimension of
+        E; Scalar a number or 0-d tensor; Integer an int or a 0-d tensor.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (E, K, N), or all outputs with D first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message names it and says what to do.
+    UnsupportedError
+        If the device is not of compute capability 9.0 (Hopper).
+    NotImplementedError
+        If an argument requires grad.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, gradient = torch.ones(5, 8).bfloat16(), torch.ones(5, 8).bfloat16()  # (T, K), (T, N)
+    >>> offsets = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second expert has no rows
+    >>> co.grouped_gemm_wgrad(x, gradient, offsets)[:, 0, 0].tolist()
+    [2.0, 0.0, 3.0]
+
+    Add it to what is there, in place:
+
+    >>> @co.epilogue
+    ... def accumulate(acc, before: co.Tile):
+    ...     return acc + before
+    >>> total = torch.ones(3, 8, 8)
+    >>> found = co.grouped_gemm_wgrad(x, gradient, offsets, epilogue=accumulate, before=total, out=total)
+    >>> total[:, 0, 0].tolist()
+    [3.0, 1.0, 4.0]
+    """
+    return wgrad_op(epilogue)(_transposed(x), gradient, offsets, out=out, out_dtype=out_dtype, **inputs)

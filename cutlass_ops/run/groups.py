@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import bf16, f16
-from cutlass_ops.declare.form import GROUPED, why_one_gemm
+from cutlass_ops.base import arch, mma
+from cutlass_ops.base.dtypes import FP8, bf16, f16
+from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.rows import nearest
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind
-from cutlass_ops.run.inputs import VECTORS, check_inputs, repeats
+from cutlass_ops.run import batches
+from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes, repeats
 from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.tensors import as_stored, element_type, require_same_device, require_tensor
@@ -26,7 +27,7 @@ from cutlass_ops.run.tensors import as_stored, element_type, require_same_device
 _DTYPES = (f16, bf16)
 
 
-def require(graph: Graph) -> None:
+def require(graph: Graph, form: Form = GROUPED) -> None:
     """Refuse an epilogue that no kernel computes for groups.
 
     Raises
@@ -34,12 +35,13 @@ def require(graph: Graph) -> None:
     ValueError
         If it is one. The message says what to do.
     """
-    why = why_one_gemm(graph, GROUPED)
+    why = why_one_gemm(graph, form)
     if why:
         raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
-    taken = sorted(set(GROUPED.operands) & {i.name for i in graph.inputs})
+    taken = sorted(set(form.operands) & {i.name for i in graph.inputs})
     if taken:
-        raise ValueError(f"the epilogue has an input {taken[0]}, and so has grouped_gemm: rename the input")
+        name = "grouped_gemm" if form == GROUPED else "grouped_gemm_wgrad"
+        raise ValueError(f"the epilogue has an input {taken[0]}, and so has {name}: rename the input")
 
 
 def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
@@ -80,24 +82,89 @@ def _check_operands(x: Any, w: Any, offsets: Any) -> None:
         require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != "offsets"):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if element_type("x", x, _DTYPES) != element_type("w", w, _DTYPES):
-        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
+    if mma.mma_of(element_type("x", x, mma.OPERANDS), element_type("w", w, mma.OPERANDS)) is None:
+        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     if x.shape[1] != w.shape[1]:
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
     if not w.shape[0] or not w.shape[1]:
         raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
+    _check_offsets(offsets)
     if offsets.shape[0] != w.shape[0]:
         raise ValueError(
             f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
             "each end, as torch.cumsum(rows_of_each, 0) does"
         )
-    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
-        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
     require_same_device("w", w, x, "x")
     require_same_device("offsets", offsets, x, "x")
+
+
+def _check_offsets(offsets: Tensor) -> None:
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
+    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
+        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
+
+
+def check_arguments_of_k(graph: Graph, a: Any, b: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
+    """Check the operands and inputs of a call with groups of K against each other: see :func:`check_arguments`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As there.
+    """
+    for name, value in (("x", a), ("gradient", b), ("offsets", offsets)):
+        require_tensor(name, value)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"x {tuple(a.mT.shape if a.ndim == 2 else a.shape)} and gradient {tuple(b.shape)}: they must be (T, K) and "
+            "(T, N)"
+        )
+    if element_type("x", a, _DTYPES) != element_type("gradient", b, _DTYPES):
+        raise TypeError(f"gradient is {b.dtype} and x is {a.dtype}: x and gradient must have the same dtype")
+    if offsets.ndim != 1 or not offsets.shape[0]:
+        raise ValueError(f"offsets has shape {tuple(offsets.shape)}: it must be (E,), with at least one expert")
+    _check_offsets(offsets)
+    require_same_device("gradient", b, a, "x")
+    require_same_device("offsets", offsets, a, "x")
+    require(graph, RAGGED_K)
+    a, b, experts = as_stored(a), as_stored(b), offsets.shape[0]
+    (m, rows), n = a.shape, b.shape[1]
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"gradient has {n} columns, and the epilogue swaps pairs of them: N must be even")
+    # What the epilogue reads and writes is as it would be for a batch of each expert.
+    checked = check_inputs(graph, inputs, a, b.expand(experts, rows, n), (experts, m))
+    own = own_shapes(m, n, rows)
+    given = [(i, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
+    copied = tuple(i.name for i, x in given if batches.is_copied(i.kind, x, (experts,), own[i.kind]))
+    spread = tuple(i.name for i, x in given if checked[i.name].shape != x.shape)  # type: ignore[union-attr]
+    found = {"offsets": offsets, **checked}
+    return Arguments(Problem(m, n, rows, experts), (experts, m), a, b, found, spread, copied, RAGGED_K)
+
+
+def check_lines_of_k(arguments: Arguments) -> None:
+    """Refuse operands of groups of K that TMA cannot read: there are no other kernels.
+
+    Raises
+    ------
+    ValueError
+        If a matrix is not aligned to 16 bytes, or its rows are not contiguous. The message says what to pass.
+    """
+    if 0 in arguments.problem:
+        return
+    for name, tensor in (("x", arguments.a.mT), ("gradient", arguments.b)):
+        rows = as_major(tensor, 1, element_type(name, tensor))
+        if rows is None:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}, and groups are rows in memory: pass {name}.contiguous()"
+            )
+        if not rows.operand.aligned:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and its rows do not begin at "
+                f"multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: pad them with zeros to a multiple of "
+                f"{arch.TMA_ALIGNMENT_BYTES // tensor.element_size()}"
+            )
 
 
 def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
@@ -147,6 +214,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
             f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
         )
     for name, w in {"w": arguments.b, **products}.items():
+        if element_type(name, w) in FP8 and as_major(w, 0, element_type(name, w)) is None:
+            raise ValueError(
+                f"{name} is {w.dtype} and has strides {w.stride()}, and Tensor Cores read this type along K only: pass "
+                f"weights (E, N, K) as {name}.mT"
+            )
         if not matrix(name, w, element_type(name, w)).operand.aligned:
             raise ValueError(
                 f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
@@ -181,6 +253,11 @@ def typical(rows: int, n: int, k: int, groups: int) -> Problem:
     (``kinds/spreads.py``). The mean is rounded to a number of rows for which kernels are chosen in advance.
     """
     return Problem(nearest(rows / groups), n, k, groups)
+
+
+def typical_of_k(m: int, n: int, rows: int, groups: int) -> Problem:
+    """Return the problem for which a kernel is chosen that multiplies groups of K: K is the mean of what they have."""
+    return Problem(m, n, nearest(rows / groups), groups)
 
 
 def read_by_registers(signature: OpSignature) -> OpSignature:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import READ
+from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches, traced
@@ -48,6 +48,7 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
     if declared.kind is Kind.SCALAR:
         found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(found, Tensor):
+            _refuse_rounded(declared.name, a)
             require_same_device(declared.name, found, a)
             return found
         return traced.number(declared.name, found)
@@ -96,6 +97,15 @@ def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
         return float(value.item())
     one = value.reshape(())
     return one if is_read(one) else one.float()
+
+
+def _refuse_rounded(name: str, a: Tensor) -> None:
+    """Refuse a scalar on a GPU for FP64 operands: it was rounded to FP32, as kernels of other types take it."""
+    if a.dtype == torch.float64:
+        raise TypeError(
+            f"{name} is a tensor on a GPU and a is {a.dtype}: pass a number, or make {name} a Row or a Col of the "
+            "epilogue"
+        )
 
 
 def integer(name: str, value: Any) -> Any:
@@ -171,7 +181,7 @@ def _check_input_tensor(
     declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int, *, b_batches: bool
 ) -> Tensor:
     name = declared.name
-    element_type(name, value, READ)
+    element_type(name, value, (f64,) if a.dtype == torch.float64 else READ)
     if b_batches:
         return _check_batched_input(declared, value, a, batch, n)
     m = math.prod(batch)

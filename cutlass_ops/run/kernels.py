@@ -58,9 +58,9 @@ class Kernel(Warm):
         ----------
         a, b : Tensor
             A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N); of the form grouped,
-            A (T, K) and B (E, K, N).
+            A (T, K) and B (E, K, N); of the form ragged_k, A (M, T) and B (T, N).
         *inputs, **named
-            The epilogue's inputs, by position or by name. Of the form grouped, offsets come before them.
+            The epilogue's inputs, by position or by name. Of the forms grouped and ragged_k, offsets come before them.
         out : Tensor or mapping of str to Tensor, optional
             Where to write the outputs.
 
@@ -131,9 +131,9 @@ class Kernel(Warm):
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
-        offsets = [values.pop(name) for name in self.spec.form.operands]
-        math = math_of(self.spec.a.dtype)
-        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, offsets[0] if offsets else None, math)
+        (offsets,) = [values.pop(name) for name in self.spec.form.operands] or [None]
+        math, form = math_of(self.spec.a.dtype), self.spec.form
+        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, offsets, math, form)
 
 
 def build(spec: KernelSpec) -> Kernel:

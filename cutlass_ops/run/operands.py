@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import FP8, DType, f32
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
+from cutlass_ops.base.dtypes import FP8, DType, f32, f64
+from cutlass_ops.declare.form import BATCHED, DENSE, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
+from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.run import batches
@@ -28,7 +29,8 @@ from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_
 class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
-    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs.
+    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs. Those of groups
+    of K have A and B in two dimensions, and others as batched ones have them.
 
     Attributes
     ----------
@@ -68,7 +70,7 @@ class Arguments(NamedTuple):
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        each = () if self.form == GROUPED else tuple(self.a.shape[:-2])
+        each = (self.problem.count,) if self.form == RAGGED_K else tuple(self.a.shape[:-2])
         return shape_of(output.kind, (*each, self.problem.m), self.problem.n, each)
 
     @property
@@ -78,7 +80,7 @@ class Arguments(NamedTuple):
 
     @property
     def _batches(self) -> tuple[int, ...]:
-        return self.leading[:-1] if self.form == BATCHED else ()
+        return self.leading[:-1] if self.form.stacked else ()
 
 
 def shape_of(kind: Kind, leading: tuple[int, ...], n: int, each: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -155,7 +157,8 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
         raise TypeError(
             f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
             "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
-            "TF32, which has the range of FP32 and 10 bits of fraction; or multiply in FP32 by torch.matmul"
+            "TF32, which has the range of FP32 and 10 bits of fraction, or math='3xtf32' for three such products, of "
+            "nearly FP32's accuracy; or multiply in FP32 by torch.matmul"
         )
     return mma.MATHS[math]
 
@@ -179,6 +182,9 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
     found = mma.mma_of(multiplied("a", a, math), multiplied("b", b, math))
     if found is None:
         raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype, or both FP8")
+    why = doubles.why_not(graph) if found.compute is f64 else None
+    if why is not None:
+        raise TypeError(f"a is {a.dtype}, so the epilogue computes in FP64, and {why}")
     if graph.gathered and found.bits != 16:
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "

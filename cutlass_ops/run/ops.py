@@ -17,7 +17,7 @@ from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import MATHS, Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import Epilogue
+from cutlass_ops.epilogue import Epilogue, doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Node, Output
 from cutlass_ops.run import described, operators, traced  # noqa: F401 - the second registers operators
@@ -102,6 +102,9 @@ class Op(Warm):
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
         return op_of_graph(graph, self.math)
+
+    def why_no_gradient(self, dtype: torch.dtype) -> str | None:  # noqa: D102
+        return doubles.why_no_gradient(self.graph) if dtype == torch.float64 else None
 
     def in_math(self, math: Math) -> Op:  # noqa: D102
         return op_in_math(self.about.split(";", 4)[4], math)
@@ -434,8 +437,9 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise, any
-        stride between lines. If b has two dimensions, leading dimensions are folded into M.
+        (..., M, K), FP16, BF16 or FP64, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise,
+        any stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue computes
+        in FP32, and in FP64 for FP64.
     b : Tensor
         (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
         there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
@@ -446,10 +450,11 @@ def gemm(
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
-        and INT8.
-    math : {"tf32"}, optional
+        and INT8. Of FP64 operands it is FP64.
+    math : {"tf32", "3xtf32"}, optional
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
-        10 bits of fraction. Of no other operands.
+        10 bits of fraction, ``"3xtf32"`` splits each into two such numbers and adds three products up, at a third of
+        the speed or less. Of no other operands.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
         ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import traced
+from cutlass_ops.run import grouped_backward, traced
 from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, step_of, wanted
 from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
@@ -43,10 +44,15 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
             "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
             "another dtype and quantise it by cutlass_ops.quantize"
         )
-    names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
+    names = tuple(name for at, name in enumerate(called.inputs) if at not in (places or ()))
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
         require_tensor(name, value)
+    why = called.why_no_gradient(a.dtype)
+    if why is not None:
+        raise ValueError(f"a is {a.dtype}, and {why}; or call under torch.no_grad()")
+    if called.form == GROUPED:
+        grouped_backward.require(called, b)
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
     settings = _Settings(called, names, numbers, places, out_dtype, recompute)
     return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]
@@ -91,7 +97,7 @@ class _Settings(NamedTuple):
     def values(self, tensors: Sequence[Tensor]) -> Values:
         """Return the epilogue's inputs by name."""
         inputs = traced.inputs_of(tensors, self.numbers, self.places)
-        return dict(zip((i.name for i in self.called.graph.inputs), inputs, strict=True))
+        return dict(zip(self.called.inputs, inputs, strict=True))
 
 
 class _Recorded(torch.autograd.Function):
@@ -129,7 +135,8 @@ class _Recorded(torch.autograd.Function):
             return (None,) * (3 + count)
         found = ctx.forward.vjp(ctx.wrt, of, kept)
         with traced.without_autocast(a.device):
-            step = step_of(call.called, a, b, call.values(tensors))
+            of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
+            step = of_call(call.called, a, b, call.values(tensors))
             leaves = step.gradients(found, of, kept)
             grad_a = step.of_a(leaves) if ctx.needs_input_grad[1] else None
             grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None

@@ -15,7 +15,7 @@ import torch
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.declare.form import BATCHED, GROUPED
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import groups
@@ -58,14 +58,14 @@ class Rows:
         """Return what plans other calls like a checked one; None if their operands may need other kernels.
 
         That is where a lower alignment may follow from the number of rows or from the address, where an input is
-        copied, and where there are batches, whose number may differ as well.
+        copied, and where D has several matrices, whose number may differ as well.
         """
         signature, arguments = decision.signature, call.arguments
         kinds = tuple(o.kind for o in call.graph.outputs)
         matrices = [signature.a, signature.d]
         matrices += [x for i, x in zip(call.graph.inputs, signature.inputs, strict=True) if i.kind is Kind.TILE]
         matrices += [x for kind, x in zip(kinds[1:], signature.outputs, strict=True) if kind is Kind.TILE]
-        several = arguments.form == BATCHED
+        several = arguments.form.stacked
         if several or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
             return None
         return cls(name, decision, arguments.a.device, kinds, tuple(t.dtype for t in call.outputs))

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, GROUPED, Form
+from cutlass_ops.declare.form import DENSE, RAGGED_K, Form
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
@@ -50,10 +50,13 @@ class Portable(ABC):
         The result of :func:`register`.
     graph : Graph
         The epilogue.
+    form : Form
+        How the GEMMs of a call belong together.
     """
 
     about: str
     graph: Graph
+    form: Form = DENSE
 
     @abstractmethod
     def __call__(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> Any:
@@ -78,6 +81,25 @@ class Portable(ABC):
         NotImplementedError
             If nothing does.
         """
+
+    def why_no_gradient(self, dtype: torch.dtype) -> str | None:
+        """Return why operands of a dtype have no gradients and what to do, or None if they have."""
+        return None
+
+    def of_weights(self, graph: Graph) -> Portable:
+        """Return what multiplies each group's rows of two matrices: the op of a gradient of weights.
+
+        Raises
+        ------
+        NotImplementedError
+            If calls have no groups.
+        """
+        raise NotImplementedError(f"{self!r} has no groups")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of what a call takes besides A and B, in order."""
+        return (*self.form.operands, *(i.name for i in self.graph.inputs))
 
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
         """Run it and return its outputs as a list."""
@@ -109,6 +131,7 @@ MAKERS = {
     "gated": ("cutlass_ops.run.gated", "gated_again"),
     "math": ("cutlass_ops.run.ops", "in_math_again"),
     "grouped": ("cutlass_ops.run.grouped", "op_again"),
+    "wgrad": ("cutlass_ops.run.grouped", "wgrad_again"),
 }
 
 
@@ -245,7 +268,7 @@ class Traced:
         self.is_exact = f' {{"{EXACT}":' in self.op[: self.op.find(":") + 1]
         of_forms = [name.partition(":") for name in names.split(",")] if names else []
         self.names = tuple(name for name, _, _ in of_forms)
-        self.grouped = any(form == GROUPED.name for _, _, form in of_forms)
+        self.form = next((form for _, _, form in of_forms if form), "")  # if it has operands of its own
         self.products = tuple(products.split(",")) if products else ()
         marked = [scalar.partition(":") for scalar in scalars.split(",")] if scalars else []
         self.scalars = tuple(name for name, _, mark in marked if not mark)
@@ -286,8 +309,8 @@ class Traced:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
         if is_differentiated(a, b, *tensors):
-            if self.grouped:
-                raise NotImplementedError(NO_GROUPED_GRADIENT.format(self._differentiated(a, b, values)))
+            if self.form == RAGGED_K.name:
+                raise NotImplementedError(NO_SECOND_GRADIENT.format(self._differentiated(a, b, values)))
             if out is not None:
                 raise ValueError(
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
@@ -297,7 +320,7 @@ class Traced:
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
-            results = self._outputs(a, b, out, out_dtype)
+            results = self._outputs(a, b, values, out, out_dtype)
             torch.ops.cutlass_ops.fused_gemm_out(*arguments, results)
         return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
 
@@ -305,7 +328,7 @@ class Traced:
         """Return the name of the first argument that requires grad."""
         return next(n for n, x in zip(("a", "b", *self.names), (a, b, *values), strict=True) if is_differentiated(x))
 
-    def _outputs(self, a: Any, b: Any, out: Any, out_dtype: torch.dtype | None) -> list[Any]:
+    def _outputs(self, a: Any, b: Any, values: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> list[Any]:
         """Return all outputs: the caller's, and empty tensors for the others."""
         given = out if isinstance(out, Mapping) else {"d": out}
         unknown = [name for name in given if name not in self.outputs]
@@ -313,9 +336,11 @@ class Traced:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         # Batches of A and B broadcast; with a single B, those of A are rows.
         lead: tuple[int, ...] = ()
-        if b.ndim > 2 and not self.grouped:
+        if self.form == RAGGED_K.name:
+            lead = tuple(values[0].shape)  # that of offsets
+        elif b.ndim > 2 and not self.form:
             lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-        m, n = (*lead, a.shape[-2]) if b.ndim > 2 else a.shape[:-1], b.shape[-1:]
+        m, n = (*lead, a.shape[-2]) if b.ndim > 2 or lead else a.shape[:-1], b.shape[-1:]
         shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n), "blocks_d": (*m, -(-n[0] // BLOCK_K))}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
@@ -335,9 +360,9 @@ class Traced:
         return found
 
 
-NO_GROUPED_GRADIENT = (
-    "{} requires grad, and grouped_gemm has no backward: call it under torch.no_grad(), or in a "
-    "torch.autograd.Function. The gradient of x is grouped_gemm(gradient, w.mT, offsets)"
+NO_SECOND_GRADIENT = (
+    "{} requires grad, and grouped_gemm_wgrad has no backward: call it under torch.no_grad(), or in a "
+    "torch.autograd.Function. Gradients of grouped_gemm's weights are not differentiated again"
 )
 
 # What an output may be stored as that is not D's type, by the name in the string.

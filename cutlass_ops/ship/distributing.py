@@ -127,7 +127,9 @@ def devices_of(arch: str) -> tuple[Device, ...]:
 def _signatures(op: str, dtype: str, device: Device) -> list[OpSignature]:
     """Return the signature of an op's aligned calls with a linear layer's majors, or of the ops that serve them."""
     graph = shipping.graph_named(op, dtype).graph
-    out = cast(torch.dtype, getattr(torch, dtypes.dtype(dtype).torch_name))
+    element = dtypes.dtype(dtype, dtypes.DECLARED)
+    # Other types are of operands only, or have one type of results.
+    out = cast(torch.dtype, getattr(torch, element.torch_name)) if element in dtypes.STORED else None
     call = call_at(graph, _ALIGNED, dtype, "row", "col", out, INPUT_DTYPES.get(op))
     asked: Op = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph)
     signature = signature_of(call, device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import env
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import f32, f64, i32
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
@@ -19,7 +19,7 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.declare.form import GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec
@@ -233,7 +233,7 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
         call.check_layouts()
         where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
-        grouped = call.arguments.form == GROUPED
+        grouped = bool(call.arguments.form.operands)
         batches = call.problem.count
         return Explanation(
             asked.name, call.problem.extents, "PyTorch", why, device=_name(a.device), batches=batches, grouped=grouped
@@ -257,7 +257,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         The op. It knows which other ops serve the call if no single kernel does.
     """
     # Of groups, that for which a kernel is chosen: how many rows each has, the host does not know.
-    problem, grouped = call.chosen_for, call.arguments.form == GROUPED
+    problem, grouped = call.chosen_for, bool(call.arguments.form.operands)
     if call.why_apart is not None:
         return _otherwise(name, call, device, op, call.why_apart)
     signature = signature_of(call, device)
@@ -290,7 +290,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         (
             *_contract(signature, device, ranked[0].config),
             *_means(signature, ranked[0].config),
-            *_groups(problem, grouped),
+            *_groups(problem, call.arguments.form),
             *origin,
             *_now(now),
         ),
@@ -363,7 +363,7 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
-    measure = "" if policy.signature.form == GROUPED else " (run cutlass_ops.tune() to measure)"
+    measure = "" if policy.signature.form.operands else " (run cutlass_ops.tune() to measure)"
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
@@ -398,7 +398,10 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
 def _sums(signature: OpSignature) -> str:
     """Name the type of the accumulator."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    return "FP32" if mma is None or mma.accumulator is f32 else "INT32, and brought to FP32 for the epilogue"
+    sums = f32 if mma is None else mma.accumulator
+    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: "INT32, and brought to FP32 for the epilogue"}[
+        sums
+    ]
 
 
 def _read_by_mma_sync(signature: OpSignature) -> bool:
@@ -423,13 +426,13 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     return (Finding("rows of a", kind_of(config).means(config)),)
 
 
-def _groups(problem: Problem, grouped: bool) -> tuple[Finding, ...]:
+def _groups(problem: Problem, form: Form) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
-    if not grouped:
+    if not form.operands:
         return ()
+    mean, spread = (problem.m, ", spread in several ways") if form == GROUPED else (problem.k, "")
     says = (
-        f"chosen for {problem.count} with a mean of {problem.m} rows, spread in several ways, since only the device "
-        "knows how many each has"
+        f"chosen for {problem.count} with a mean of {mean} rows{spread}, since only the device knows how many each has"
     )
     return (Finding("groups", says),)
 

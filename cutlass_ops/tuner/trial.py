@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import i8, tf32
+from cutlass_ops.base.dtypes import f64, i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import DENSE
@@ -36,6 +36,8 @@ _SUMS = 1e-4
 _SUMS_OF_8_BITS = 2.0**-9
 # Of operands that are rounded to 10 bits of fraction first.
 _SUMS_OF_TF32 = 2.0**-10
+# Of FP64, for numbers are those of FP32 in what results are compared with.
+_SUMS_OF_FP64 = 1e-6
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
 # more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
@@ -249,7 +251,8 @@ class Trial:
     def _wrong(self) -> str | None:
         outputs = self._signature.epilogue.outputs
         multiplied = self._signature.a.dtype
-        sums = _SUMS_OF_TF32 if multiplied is tf32 else _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
+        usual = _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
+        sums = {tf32: _SUMS_OF_TF32, f64: _SUMS_OF_FP64}.get(multiplied, usual)
         for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
             if not found.dtype.is_floating_point:
                 others = float((found != wanted).double().mean())

@@ -82,6 +82,7 @@ int __ffs(int value) { return __builtin_ffs(value); }
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/ragged.h"
 #include "cutlass_ops/sm90_grouped.h"
+#include "cutlass_ops/sm90_ragged_k.h"
 
 uint3 index_of_lane asm("threadIdx");  // as the lane that runs has it; to the headers it is a constant
 void warp::set_index() { index_of_lane.x = unsigned(lane); }
@@ -260,6 +261,58 @@ bool loads_each_group() {
   return true;
 }
 
+// Both operands from a group's first row on, and nothing behind its last one: zeros.
+template <class LayoutA, class LayoutB>
+bool loads_each_group_of_k() {
+  using Element = cutlass::half_t;
+  using Ragged = cutlass_ops::RaggedKMainloop<
+      cutlass_ops::Mainloop<Element, cutlass_ops::BatchedA<LayoutA>, Element, cutlass_ops::BatchedB<LayoutB>,
+                            cute::Shape<_64, _32, _64>, cute::Shape<_1, _1, _1>, 2,
+                            cutlass::gemm::KernelTmaWarpSpecializedPingpong>>;
+  int const m = 200, n = 136, rows = 100'000;
+  int64_t const ld_a = 208, ld_b = 144;
+  auto* const x = reinterpret_cast<Element*>(1ull << 40);
+  auto* const y = reinterpret_cast<Element*>(1ull << 41);
+  typename Ragged::Arguments arguments{};
+  arguments.ptr_A = x, arguments.ptr_B = y;
+  cute::get<1>(arguments.dA) = ld_a, cute::get<1>(arguments.dB) = ld_b;
+  every.clear();
+  cutlass_ops::descriptor_error() = CUDA_SUCCESS;
+  auto const problem = make_shape(m, n, rows, make_shape(5, 1));
+  auto const params = Ragged::to_underlying_arguments(problem, arguments, nullptr);
+  auto const of = [](void const* data) {
+    return *std::find_if(every.begin(), every.end(), [&](Encoded const& e) { return e.base == uintptr_t(data); });
+  };
+  Encoded const of_x = of(x), of_y = of(y);
+  if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands of K are refused"), false;
+  auto const whole = Ragged{}.load_init(problem, params);
+  if (size<3>(get<0>(whole)) != 1) return std::puts("tiles have more than one step"), false;
+  if (params.of_group.divisor != 4 * 5) return std::puts("tiles of a group"), false;
+  cutlass_ops::RowGroups::Rows const groups[] = {{0, 0}, {0, 1}, {1, 63}, {64, 200}, {99'000, 1000}, {100'000, 0}};
+  for (auto const& group : groups) {
+    auto const [a, b] = Ragged::at_group(whole, group);
+    int const steps = Ragged::steps_of(group);
+    if (steps != std::max(1, (group.size + 63) / 64)) return std::puts("steps"), false;
+    for (int step = 0; step < steps; ++step) {
+      for (int tile = 0; tile < 5; ++tile) {
+        for (int i = 0; i < 64; ++i) {
+          for (int j = 0; j < 64; ++j) {
+            int const along = step * 64 + j, row = tile * 64 + i, column = tile * 32 + i;
+            uint64_t const first = group.first + along;
+            bool const inside = along < group.size;
+            auto const from_a = address_of(of_x, a(make_coord(i, j, tile, step, make_coord(0, 0))));
+            if (from_a != (inside && row < m ? uint64_t(x + first * ld_a + row) : 0)) return std::puts("A of K"), false;
+            if (i >= 32) continue;
+            auto const from_b = address_of(of_y, b(make_coord(i, j, tile, step, make_coord(0, 0))));
+            if (from_b != (inside && column < n ? uint64_t(y + first * ld_b + column) : 0)) return std::puts("B of K"), false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
 // ---- Tiles -----------------------------------------------------------------------------------------------------------
 
 using Tiles = std::vector<std::tuple<int, int, int>>;  // kernel's row and column of tiles, group
@@ -341,6 +394,7 @@ int main() {
   bool const right = stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
                      stores_each_group<float, false>() && stores_each_group<float, true>() &&
                      loads_each_group<false>() && loads_each_group<true>() &&
+                     loads_each_group_of_k<cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>() &&
                      finds_groups<false, cute::Shape<_1, _1, _1>>() && finds_groups<true, cute::Shape<_1, _1, _1>>() &&
                      finds_groups<false, cute::Shape<_2, _1, _1>>() && finds_groups<true, cute::Shape<_4, _2, _1>>();
   std::puts(right ? "ok" : "wrong");

@@ -15,8 +15,22 @@ NAMES = (
 )
 
 
+OF_K = (
+    "ragged_k-rows-plain",
+    pytest.param("ragged_k-cooperative-inputs", marks=pytest.mark.slow),
+    pytest.param("ragged_k-pingpong-tiles", marks=pytest.mark.slow),
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_of_groups_compiles(name):
     spec = kernels.grouped()[name]
+    report = inspect(build_artifact(spec))
+    assert report.spill_stores == report.spill_loads == 0
+
+
+@pytest.mark.parametrize("name", OF_K)
+def test_a_kernel_of_groups_of_k_compiles(name):
+    spec = kernels.ragged_k()[name]
     report = inspect(build_artifact(spec))
     assert report.spill_stores == report.spill_loads == 0

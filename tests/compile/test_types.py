@@ -43,12 +43,50 @@ KERNELS = {
         ("HMMA", 4 * 8 * 4),
         r"HMMA\.1688\.F32\.TF32",
     ),
+    # As many, three times.
+    "3xtf32 by mma.sync": (
+        {"a": "tf32x3.row", "b": "tf32x3.col"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 128, 16),
+            co.WarpShape(64, 32, 16),
+            co.InstructionShape(16, 8, 8),
+            stages=3,
+            stream_k=True,
+        ),
+        ("HMMA", 4 * 4 * 2 * 3),
+        r"HMMA\.1688\.F32\.TF32",
+    ),
+    # 16x8x4 each: a warp's tile has two along M, eight along N and four along K.
+    "fp64 by mma.sync of Hopper": (
+        {"a": "f64.col", "b": "f64.row.align1", "d": "f64.row.align1"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 128, 16), co.WarpShape(32, 64, 16), co.InstructionShape(16, 8, 4), stages=3
+        ),
+        ("DMMA", 2 * 8 * 4),
+        r"DMMA\.16x8x4",
+    ),
+    # 8x8x4 each.
+    "fp64 by mma.sync": (
+        {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(64, 128, 16), co.WarpShape(32, 64, 16), co.InstructionShape(8, 8, 4), stages=4
+        ),
+        ("DMMA", 4 * 8 * 4),
+        r"DMMA\.884",
+    ),
     # 64x128x32 each.
     "int8 by wgmma": (
         {"a": "i8.row", "b": "i8.col", "d": "bf16.row"},
         co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1)),
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
+    ),
+    # As above, 64x64x32 each, and by CUTLASS's own epilogue, as TMA cannot store D.
+    "int8 by wgmma, odd lines": (
+        {"a": "i8.row", "b": "i8.col", "d": "f16.row.align1"},
+        co.Sm90Config(co.ThreadblockShape(64, 64, 128), schedule="warp_specialized"),
+        ("IGMMA", 4 * 2),
+        r"IGMMA\.64x64x32\.S8\.S8",
     ),
     # 16x8x32 each, two along K.
     "int8 by mma.sync": (
@@ -64,7 +102,8 @@ KERNELS = {
 
 @pytest.mark.parametrize(("types", "config", "counted", "name"), KERNELS.values(), ids=KERNELS)
 def test_a_kernel_has_its_instruction(types, config, counted, name):
-    wanted = co.KernelSpec(**{"d": "f32.row", **types}, epilogue=builtin.bias_relu, config=config)
+    target = "sm_90" if config.arch == "sm80" and config.instruction.m * config.instruction.k == 64 else None
+    wanted = co.KernelSpec(**{"d": "f32.row", **types}, epilogue=builtin.bias_relu, config=config, target=target)
     assert co.check(wanted) == ()
     artifact = build_artifact(wanted)
     opcode, count = counted

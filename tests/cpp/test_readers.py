@@ -47,6 +47,11 @@ MORE = (
         "e4m3.row.align12",
         "e4m3.row.align16",
         "e4m3.row.blocks1x128",
+        "f64.row",
+        "f64.col.align1",
+        "f64.row.align4",
+        "tf32.row.align2",
+        "i8.col.align8",
         "e4m3.col.blocks128x128",
         "blocks_a",
         "blocks_d",
@@ -215,7 +220,9 @@ def test_they_agree_on_every_field(agree, contents):
     agree(texts[:: max(1, len(texts) // 1000)])
 
 
-@pytest.mark.parametrize(("form", "known"), [("dense", 0), ("batched", 1), ("grouped", 1), ("stacked", 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("form", "known"), [("dense", 0), ("batched", 1), ("grouped", 1), ("ragged_k", 1), ("stacked", 0), (None, 0)]
+)
 def test_they_agree_on_the_form_of_a_signature(agree, contents, form, known):
     """The dense form is left out."""
     good = contents[0].to_bytes()

@@ -537,9 +537,50 @@ def grouped() -> dict[str, KernelSpec]:
         ("swapped", co.Sm90Config(co.ThreadblockShape(128, 16, 64), schedule="pingpong", swap_ab=True)),
     ):
         found[f"grouped-{name}-gated"] = with_form(spec(gate, "bf16", ("row", "col"), config), "grouped")
+    for name, narrow_tile in (
+        ("pingpong", co.ThreadblockShape(64, 64, 128)),
+        ("swapped", co.ThreadblockShape(128, 32, 128)),
+    ):
+        found[f"grouped-{name}-fp8"] = KernelSpec(
+            a="e4m3.row",
+            b="e4m3.col",
+            d="bf16.row",
+            epilogue=composed.SCALED[True, True].graph,
+            inputs={"scale_a": "f32", "scale_b": "f32"},
+            config=replace(configs[name][0], threadblock=narrow_tile),
+            form="grouped",
+        )
     for name in ("pingpong", "swapped"):
         one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
         found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")
+    return found
+
+
+def ragged_k() -> dict[str, KernelSpec]:
+    """Kernels of groups of K: each way in which a tile finds the steps of its group, and in which D is stored."""
+    tile, narrow = co.ThreadblockShape(64, 64, 64), co.ThreadblockShape(128, 32, 128)
+    rows, columns = co.ClusterShape(2, 1), co.ClusterShape(1, 2)
+    every, own = ("plain", "inputs", "tiles", "registers"), ("plain",)
+    configs = {
+        "pingpong": (co.Sm90Config(tile, schedule="pingpong"), every),
+        "cooperative": (co.Sm90Config(co.ThreadblockShape(128, 64, 64), schedule="cooperative"), ("plain", "inputs")),
+        "side_by_side": (co.Sm90Config(co.ThreadblockShape(192, 64, 64), schedule="cooperative"), own),
+        "rows": (co.Sm90Config(tile, rows, schedule="pingpong"), own),
+        "columns": (co.Sm90Config(co.ThreadblockShape(128, 64, 64), columns, schedule="cooperative"), own),
+        "short": (co.Sm90Config(co.ThreadblockShape(64, 128, 32), rows, schedule="pingpong"), own),
+        "swapped": (co.Sm90Config(narrow, schedule="pingpong", swap_ab=True), ("plain", "inputs")),
+        "swapped_columns": (co.Sm90Config(tile, columns, schedule="pingpong", swap_ab=True), own),
+    }
+    found = {}
+    for name, (config, whats) in configs.items():
+        for what in whats:
+            op, changes = BATCHED[what]
+            found[f"ragged_k-{name}-{what}"] = with_form(
+                spec(op, "bf16", ("col", "row"), config, **changes), "ragged_k"
+            )
+    for d in ("f32.row", "f16.col"):
+        one = spec(OPS["gemm"], "f16", ("col", "row"), configs["pingpong"][0])
+        found[f"ragged_k-pingpong-{d}"] = with_form(one, "ragged_k", d=d)
     return found
 
 
@@ -677,6 +718,7 @@ def named() -> dict[str, list[KernelSpec]]:
         multicast(),
         batched(),
         grouped(),
+        ragged_k(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs(), language.specs(), multiplied.specs()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,28 @@ def elementwise(acc, bias: co.Row, scale: co.Col, r: co.Tile):
 
 
 @co.epilogue
+def functions(acc, scale: co.Col, r: co.Tile):
+    """Every function that an epilogue in FP64 has, of values near 1."""
+    e = co.e
+    x = acc * scale
+    small = e.sigmoid(x) + 0.5
+    d = e.exp(small) + e.exp2(small) + e.expm1(x * 0.5) + e.log(small) + e.log2(small) + e.log1p(small) + e.erf(x)
+    d += e.sin(x) + e.cos(x) + e.tanh(x) + e.sqrt(small) + e.rsqrt(small) + e.pow(small, 1.5) + e.reciprocal(small)
+    d += e.floor(x) + e.ceil(x) + e.round(x * 3) + e.trunc(x) + e.abs(x) + e.sign(x) + e.square(x) + x / 3
+    d += (
+        e.relu(x)
+        + e.leaky_relu(x, 0.25)
+        + e.elu(x, 0.5)
+        + e.gelu(x)
+        + e.gelu(x, approximate="tanh")
+        + e.silu(x)
+        + e.mish(x)
+    )
+    d += e.softplus(x) + e.hardswish(x) + e.minimum(x, r) + e.maximum(x, 0.125)
+    return e.where((x > 0) & ~e.isnan(r), d, r - d)
+
+
+@co.epilogue
 def gated(acc, up: co.Product):
     return co.e.silu(acc) * up
 
@@ -45,7 +68,7 @@ def bias_relu(acc, bias: co.Row):
 
 def specs() -> dict[str, KernelSpec]:
     """Return kernels of every instruction, schedule and way to sum, by name."""
-    return _of_wgmma() | _of_mma_sync()
+    return _of_wgmma() | _of_mma_sync() | _of_fp64()
 
 
 def _of_wgmma() -> dict[str, KernelSpec]:
@@ -103,6 +126,16 @@ def _of_mma_sync() -> dict[str, KernelSpec]:
                 config=config(32, 8),
                 target="sm_90",
             )
+    for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "row", "")):
+        found[f"tf32x3-{a}-{b}{tail}"] = KernelSpec(
+            a=f"tf32x3.{a}{tail}",
+            b=f"tf32x3.{b}{tail}",
+            d=f"f32.row{tail}",
+            epilogue=fused,
+            inputs=_inputs(fused, tail),
+            config=replace(config(16, 8, stages=4), warp=co.WarpShape(32, 32, 16)),
+            target="sm_90",
+        )
     found["tf32-mma_sync-stream_k"] = KernelSpec(
         a="tf32.row",
         b="tf32.row",
@@ -125,9 +158,44 @@ def _of_mma_sync() -> dict[str, KernelSpec]:
     return found
 
 
-def _inputs(epilogue: Any, tail: str = "") -> dict[str, str]:
+def _of_fp64() -> dict[str, KernelSpec]:
+    found = {}
+    for a, b in (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row")):
+        for instruction, tail in (((16, 8, 4), ""), ((16, 8, 4), ".align1"), ((8, 8, 4), ".align1")):
+            shape = "x".join(map(str, instruction))
+            found[f"f64-{shape}-{a}-{b}{tail}"] = KernelSpec(
+                a=f"f64.{a}{tail}",
+                b=f"f64.{b}{tail}",
+                d=f"f64.row{tail}",
+                epilogue=elementwise,
+                inputs=_inputs(elementwise, tail, "f64"),
+                config=co.Sm80Config(
+                    co.ThreadblockShape(64, 128, 16),
+                    co.WarpShape(32, 64, 16),
+                    co.InstructionShape(*instruction),
+                    stages=4,
+                ),
+                target="sm_90",
+            )
+    config = co.Sm80Config(
+        co.ThreadblockShape(128, 64, 16), co.WarpShape(64, 32, 16), co.InstructionShape(16, 8, 4), stages=3
+    )
+    for name, epilogue, d in (("functions", functions, "row"), ("turned", elementwise, "col")):
+        found[f"f64-{name}"] = KernelSpec(
+            a="f64.row",
+            b="f64.col",
+            d=f"f64.{d}",
+            epilogue=epilogue,
+            inputs=_inputs(epilogue, "", "f64"),
+            config=config,
+            target="sm_90",
+        )
+    return found
+
+
+def _inputs(epilogue: Any, tail: str = "", read: str = "f32") -> dict[str, str]:
     taken = {i.name for i in epilogue.graph.inputs}
-    return {name: of for name, of in {"bias": "f32", "scale": "f32", "r": f"f32.row{tail}"}.items() if name in taken}
+    return {name: of for name, of in {"bias": read, "scale": read, "r": f"{read}.row{tail}"}.items() if name in taken}
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
@@ -136,6 +204,17 @@ def _inputs(epilogue: Any, tail: str = "") -> dict[str, str]:
 def floats(rows: int, columns: int, major: str = "row", *, aligned: bool = True) -> Tensor:
     """Draw an operand in FP32."""
     return tensors.matrix(rows, columns, "f32", major, aligned=aligned)
+
+
+def doubles(rows: int, columns: int, major: str = "row", *, aligned: bool = True) -> Tensor:
+    """Draw an operand in FP64, with lines as those of :func:`floats`."""
+    found = floats(rows, columns, major, aligned=aligned)
+    lines = found if major == "row" else found.t()
+    buffer = torch.randn(
+        lines.shape[0], lines.stride(0) if lines.shape[0] > 1 else lines.shape[1], device="cuda"
+    ).double()
+    drawn = buffer[:, : lines.shape[1]]
+    return drawn if major == "row" else drawn.t()
 
 
 def several(rows: int, columns: int) -> Tensor:
@@ -150,16 +229,21 @@ def whole(*shape: int) -> Tensor:
     return torch.randint(-128, 128, (*others, padded), dtype=torch.int8, device="cuda")[..., :columns]
 
 
-def exact(x: Tensor, w: Tensor) -> Tensor:
+def exact(x: Tensor, w: Tensor, math: str | None = "tf32") -> Tensor:
     """Return what the Tensor Cores multiply, in float64, which has every sum of INT8."""
-    if x.dtype == torch.int8:
+    if x.dtype in (torch.int8, torch.float64) or math == "3xtf32":
         return x.double() @ w.double()
     return reference.as_multiplied(x, tf32).double() @ reference.as_multiplied(w, tf32).double()
 
 
-def _tf32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> requests.Request:
+def _fp32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True, math: str = "tf32") -> requests.Request:
     x, w = floats(m, k, a, aligned=aligned), floats(k, n, b, aligned=aligned)
-    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda"), math="tf32")
+    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda"), math=math)
+
+
+def _fp64(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> requests.Request:
+    x, w = doubles(m, k, a, aligned=aligned), doubles(k, n, b, aligned=aligned)
+    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda").double())
 
 
 def _int8(m: int, n: int, k: int, out_dtype: torch.dtype) -> requests.Request:
@@ -168,20 +252,27 @@ def _int8(m: int, n: int, k: int, out_dtype: torch.dtype) -> requests.Request:
 
 
 def _batches(x: Tensor, w: Tensor, math: str | None) -> requests.Request:
-    bias = torch.zeros(w.shape[-1], device="cuda")
-    named = {"math": math} if math else {"out_dtype": torch.float32}
+    wide = x.dtype == torch.float64
+    bias = torch.zeros(w.shape[-1], device="cuda", dtype=x.dtype if wide else torch.float32)
+    named: dict[str, Any] = {} if wide else {"math": math} if math else {"out_dtype": torch.float32}
     return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=bias, **named)
 
 
 # What a caller writes: odd extents and addresses, one row, every pair of majors, batches.
 CALLS: dict[str, Callable[[], requests.Request]] = {
-    "tf32 one row": lambda: _tf32(1, 256, 512, "row", "col"),
-    "tf32 several tiles": lambda: _tf32(333, 512, 1024, "row", "col"),
-    "tf32 lines across K": lambda: _tf32(333, 512, 1024, "col", "row"),
-    "tf32 odd": lambda: _tf32(129, 251, 1037, "row", "col", aligned=False),
-    "tf32 odd across K": lambda: _tf32(65, 33, 13, "col", "row", aligned=False),
+    "tf32 one row": lambda: _fp32(1, 256, 512, "row", "col"),
+    "tf32 several tiles": lambda: _fp32(333, 512, 1024, "row", "col"),
+    "tf32 lines across K": lambda: _fp32(333, 512, 1024, "col", "row"),
+    "tf32 odd": lambda: _fp32(129, 251, 1037, "row", "col", aligned=False),
+    "tf32 odd across K": lambda: _fp32(65, 33, 13, "col", "row", aligned=False),
     "tf32 batches": lambda: _batches(several(65, 136), several(136, 72), "tf32"),
     "tf32 batches along K": lambda: _batches(several(65, 136), several(72, 136).mT, "tf32"),
+    "3xtf32 several tiles": lambda: _fp32(333, 512, 1024, "row", "col", math="3xtf32"),
+    "3xtf32 odd": lambda: _fp32(129, 251, 1037, "col", "row", aligned=False, math="3xtf32"),
+    "f64 one row": lambda: _fp64(1, 256, 512, "row", "col"),
+    "f64 several tiles": lambda: _fp64(333, 512, 1024, "row", "row"),
+    "f64 odd": lambda: _fp64(129, 251, 1037, "col", "row", aligned=False),
+    "f64 batches": lambda: _batches(several(65, 136).double(), several(72, 136).double().mT, None),
     "i8 one row": lambda: _int8(1, 256, 512, torch.bfloat16),
     "i8 several tiles": lambda: _int8(333, 512, 4096, torch.float32),
     "i8 odd": lambda: _int8(129, 251, 1037, torch.float16),

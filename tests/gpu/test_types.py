@@ -1,15 +1,18 @@
 """The other types on the device: against float64 of what is multiplied, over shapes and layouts that are not usual."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.base.dtypes import tf32
+from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import f64, i8, tf32, tf32x3
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import device_of
 from tests.gpu import multiplied, oracle, tensors
-from tests.gpu.multiplied import CALLS, exact, floats, whole
+from tests.gpu.multiplied import CALLS, doubles, exact, floats, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +22,10 @@ SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 1024)]
 ODD = [(129, 251, 1037), (3, 7, 5)]
 # Of FP32 sums, and of operands halfway between two numbers of TF32, which may be rounded to either.
 SUMS = 5e-5
-TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+# Of products of nearly FP32's accuracy.
+FP32_SUMS = 2e-6
+# Of FP64 sums, in another order than PyTorch's.
+DOUBLE_SUMS = 1e-14
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +36,18 @@ def hopper():
 
 def draw(spec, m, n, k):
     """Draw operands and inputs for a kernel."""
-    if spec.a.dtype is tf32:
+    if spec.a.dtype in (tf32, tf32x3):
         x, w = (
             floats(rows, columns, operand.major, aligned=operand.aligned)
             for rows, columns, operand in ((m, k, spec.a), (k, n, spec.b))
         )
         size = k**0.5 / 16
+    elif spec.a.dtype is f64:
+        x, w = (
+            doubles(rows, columns, operand.major, aligned=operand.aligned)
+            for rows, columns, operand in ((m, k, spec.a), (k, n, spec.b))
+        )
+        size = k**0.5
     else:
         x, w, size = whole(m, k), whole(n, k).t(), k**0.5 * 64
     drawn = {
@@ -44,16 +56,20 @@ def draw(spec, m, n, k):
         "r": tensors.matrix(m, n, "f32", aligned=spec.d.aligned),
         "up": floats(k, n, "col"),
     }
+    if spec.a.dtype is f64:
+        drawn = {name: given.double() for name, given in drawn.items()} | {"r": doubles(m, n, aligned=spec.d.aligned)}
     return x, w, {i.name: drawn[i.name] for i in spec.epilogue.inputs}
 
 
 def wanted(spec, x, w, inputs):
     """Return D in float64."""
-    acc = exact(x, w)
+    acc = exact(x, w, mma.math_of(spec.a.dtype))
     if "up" in inputs:
         return F.silu(acc) * exact(x, inputs["up"])
     if not inputs:
         return acc
+    if "bias" not in inputs:
+        return reference.evaluate(spec.epilogue, acc, inputs, torch.float64)["d"]
     if len(inputs) == 1:
         return (acc + inputs["bias"].double()).relu()
     bias, scale, r = (inputs[name].double() for name in ("bias", "scale", "r"))
@@ -73,8 +89,12 @@ def test_a_kernel_is_right(kernel):
             found, row, column = found
             assert oracle.error(row, d.sum(1)) <= max(SUMS, torch.finfo(found.dtype).eps)
             assert oracle.error(column, d.amax(0)) <= max(SUMS, torch.finfo(found.dtype).eps)
-        if spec.a.dtype is not tf32 and not inputs:
+        if spec.a.dtype is f64:
+            assert oracle.error(found, d) <= DOUBLE_SUMS
+        elif spec.a.dtype is i8 and not inputs:
             assert torch.equal(found, d.float())  # every sum, rounded to FP32 once
+        elif spec.a.dtype is tf32x3:
+            assert oracle.error(found, d) <= FP32_SUMS
         elif found.dtype is torch.float32:
             assert oracle.error(found, d) <= SUMS
         else:
@@ -84,11 +104,12 @@ def test_a_kernel_is_right(kernel):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_is_right(call):
     op, (x, w), named = CALLS[call]()
-    acc = exact(x, w)
+    acc = exact(x, w, op.math)
     found = op(x, w, **named)
     d = (acc + named["bias"].double()).relu()
-    if found.dtype is torch.float32:
-        assert oracle.error(found, d) <= SUMS
+    if found.dtype in (torch.float32, torch.float64):
+        sums = {"tf32": SUMS, "3xtf32": FP32_SUMS, None: SUMS if found.dtype is torch.float32 else DOUBLE_SUMS}[op.math]
+        assert oracle.error(found, d) <= sums
     else:
         found = found.clamp(max=torch.finfo(found.dtype).max)
         oracle.assert_close(found, d.clamp(max=torch.finfo(found.dtype).max))
@@ -127,6 +148,31 @@ def test_the_greatest_sums_of_int8_are_exact(kernel):
 def test_nothing_is_a_matrix_as_well(m, n, k):
     x, w = torch.ones(m, k, device="cuda"), torch.ones(k, n, device="cuda")
     assert co.gemm(x, w, math="tf32").tolist() == torch.zeros(m, n).tolist()
+
+
+@co.epilogue
+def scaled_twice(acc, s: co.Scalar, c: co.Col):
+    return co.e.silu(acc * s) * c
+
+
+def test_numbers_and_gradients_are_in_fp64():
+    x, w, c = doubles(65, 136), doubles(72, 136).t(), torch.randn(65, device="cuda").double()
+    leaves = [y.clone().requires_grad_() for y in (x, w, c)]
+    found = co.gemm(leaves[0], leaves[1], epilogue=scaled_twice, s=math.pi / 100, c=leaves[2])
+    again = [y.clone().requires_grad_() for y in (x, w, c)]
+    d = F.silu(again[0] @ again[1] * (math.pi / 100)) * again[2][:, None]
+    assert oracle.error(found.detach(), d.detach()) <= DOUBLE_SUMS
+    found.square().sum().backward()
+    d.square().sum().backward()
+    for mine, theirs in zip(leaves, again, strict=True):
+        assert mine.grad.dtype is torch.float64
+        assert oracle.error(mine.grad, theirs.grad) <= DOUBLE_SUMS
+
+
+def test_a_scalar_on_the_device_is_refused():
+    x, s = doubles(8, 8), torch.tensor(0.5, device="cuda")
+    with pytest.raises(TypeError, match=r"^s is a tensor on a GPU .* pass a number"):
+        co.gemm(x, x, epilogue=scaled_twice, s=s, c=x[0])
 
 
 def test_a_kernel_says_which_operands_it_takes():

@@ -121,7 +121,8 @@ class FakeDevice:
             named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
             out = dict(zip(names, (d, *others), strict=True))
             with torch.no_grad():  # a kernel sees memory, and refuses no gradient
-                call.check_call(graph, a, b, named, out, None, None, *offsets).run_reference()
+                (given,) = offsets or [None]
+                call.check_call(graph, a, b, named, out, None, None, given, spec.form).run_reference()
             self.launches.append(
                 SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
             )

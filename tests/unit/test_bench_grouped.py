@@ -42,6 +42,38 @@ def test_all_ways_compute_the_same(monkeypatch, groups, epilogue):
         assert max(errors.values()) <= 2.0**-7, errors
 
 
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_the_gradient_is_checked_against_float64(groups):
+    first, second = BENCH.draw_gradients(BENCH.Case(6, 40, groups), 16, 32, 2, "cpu")
+    assert first.out is second.out
+    assert int(first.offsets[-1]) == int(second.offsets[-1]) == 40
+    assert groups == "balanced" or first.offsets.tolist() != second.offsets.tolist()
+    first.out.fill_(torch.nan)
+    found = BENCH.our_gradient(first)
+    assert not found.isnan().any()
+    assert BENCH.gradient_errors(first, {"ours": found})["ours"] <= 2.0**-7
+    assert BENCH.gradient_errors(first, {"other": found * 1.5})["other"] == pytest.approx(0.5, abs=0.01)
+    one = int((first.offsets > 0).int().argmax())  # of an expert that has tokens
+    found[one] += 1
+    assert BENCH.gradient_errors(first, {"ours": found})["ours"] > 2.0**-5
+
+
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_fp8_is_checked_against_float64(groups):
+    first, second = BENCH.draw_narrow(BENCH.Case(6, 40, groups), 16, 32, 2, "cpu")
+    assert (first.x.dtype, first.w.dtype) == (torch.float8_e4m3fn,) * 2
+    assert first.w is not second.w or first.w.data_ptr() == second.w.data_ptr()
+    plain = BENCH.draw(BENCH.Case(6, 40, groups), 16, 32, 1, "cpu")[0]
+    assert plain.x.shape == first.x.shape
+    found = BENCH.our_narrow(first)
+    assert BENCH.narrow_errors(first, {"ours": found})["ours"] <= 2.0**-7
+    found[3] += 1
+    assert BENCH.narrow_errors(first, {"ours": found})["ours"] > 2.0**-5
+    matrix = torch.randn(4, 32)
+    narrow, scale = BENCH.quantised(matrix)
+    torch.testing.assert_close(narrow.float() * scale[:, None], matrix, rtol=2**-3, atol=1e-2)
+
+
 def test_sets_rotate_through_the_experts():
     sets = BENCH.draw(BENCH.Case(6, 40, "one_hot"), 16, 32, 3, "cpu")
     assert len({tuple(x.offsets.tolist()) for x in sets}) == 3
@@ -63,8 +95,8 @@ def test_the_model_knows_groups_of_several_sizes():
     device = Device((9, 0), result["multiprocessors"], result["chip"])
     kernels = policies.policy(EVALUATE.signature(device), device).kernels
     # Times below are those of the launch itself, and of one expert with everything no kernel is chosen for its time.
-    rows = [r for r in result["rows"] if r["groups"] != "one_hot" and r["ours_ms"] > 0.03]
-    assert len(rows) == 32
+    rows = [r for r in result["rows"] if r["epilogue"] == "none" and r["groups"] != "one_hot" and r["ours_ms"] > 0.03]
+    assert len(rows) >= 24
     for row in rows:
         times = EVALUATE.predicted(kernels, row, device)
         assert 0.85 < row["ours_ms"] / times[row["kernel"]] < 1.15, row

@@ -586,7 +586,7 @@ class NoEpilogue:
         ("b", b"bf16.col", TypeError, "^b: an operand must be a text"),
         ("d", ("bf16", "row"), TypeError, "^d: an operand must be a text"),
         ("a", "bf16.rows", ValueError, "^a: operand 'bf16.rows' is not of the form"),
-        ("a", "f64.row", ValueError, "^a: unknown dtype 'f64': use one of f16, bf16, f32"),
+        ("a", "f128.row", ValueError, "^a: unknown dtype 'f128': use one of f16, bf16, f32"),
         ("a", "bf16.row.align0", ValueError, "^a: alignment must be a positive number of elements, not 0"),
         (
             "config",

@@ -193,13 +193,6 @@ def test_wrong_arguments_are_refused(changes, error, message):
         co.grouped_gemm(**wrong(**changes))
 
 
-def test_gradients_are_refused():
-    with pytest.raises(NotImplementedError, match=r"^a requires grad, and grouped_gemm has no backward"):
-        co.grouped_gemm(**wrong(x=normal(6, 16).requires_grad_()))
-    with torch.no_grad():
-        co.grouped_gemm(**wrong(x=normal(6, 16).requires_grad_()))
-
-
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 
 

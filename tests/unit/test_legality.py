@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
+from cutlass_ops.base.dtypes import f64
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import space
 from cutlass_ops.declare.config import (
@@ -164,7 +165,13 @@ TF32 = {"a": "tf32.row", "b": "tf32.col", "instruction": InstructionShape(16, 8,
 INT8_90 = {"a": "i8.row", "b": "i8.col"}
 INT8 = {**INT8_90, "instruction": InstructionShape(16, 8, 32), "stages": 3, "threadblock": (128, 128, 64)}
 INT8["warp"] = (64, 64, 64)
+FP64 = {"a": "f64.row", "b": "f64.col", "d": "f64.row", "instruction": InstructionShape(16, 8, 4), "stages": 3}
+FP64 |= {"threadblock": (64, 64, 16), "warp": (32, 32, 16), "target": "sm_90"}
+TF32X3 = {"a": "tf32x3.row", "b": "tf32x3.col", "instruction": InstructionShape(16, 8, 8), "stages": 3}
+TF32X3 |= {"threadblock": (128, 128, 16), "warp": (64, 32, 16)}
+FP64_OF_SM80 = {**FP64, "instruction": InstructionShape(8, 8, 4)}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
+OF_K = {"a": "bf16.col", "b": "bf16.row", "form": "ragged_k"}
 
 
 def stacked():
@@ -212,7 +219,11 @@ NEIGHBOURS = [
     ("grouped", sm90(form="grouped"), sm90(a="bf16.col", form="grouped")),
     ("grouped", sm90(form="grouped", swap_ab=True), sm90(d="bf16.col", form="grouped", swap_ab=True)),
     ("grouped", sm90(epilogue=saved), sm90(epilogue=saved, form="grouped")),
-    ("grouped", fp8(), fp8(form="grouped")),
+    ("ragged_k", sm90(**OF_K), sm90(**OF_K, **WS)),
+    ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "a": "bf16.row"})),
+    ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "b": "bf16.col"})),
+    ("one_gemm", sm90(**OF_K), sm90(epilogue=row_sum, **OF_K)),
+    ("batched", sm90(**OF_K, **COOP), sm90(**OF_K, split_k=2, **COOP)),
     ("batched_stream_k", sm80(form="batched"), sm80(form="batched", stream_k=True)),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
@@ -354,7 +365,21 @@ NEIGHBOURS = [
     ("cp_async", sm80(b="bf16.col.align1", stages=2), sm80(b="bf16.col.align1", stages=4)),
     ("two_stages", sm80(**TF32, stages=3), sm80(**TF32, stages=2)),
     ("two_stages", sm80(**INT8), sm80(**INT8 | {"stages": 2})),
-    ("integer_sums", sm80(**INT8), sm80(**INT8, stream_k=True)),
+    ("whole_sums", sm80(**INT8), sm80(**INT8, stream_k=True)),
+    ("whole_sums", sm80(**FP64), sm80(**FP64, stream_k=True)),
+    ("two_stages", sm80(**FP64), sm80(**FP64 | {"stages": 2})),
+    ("instruction", sm80(**FP64), sm80(**FP64 | {"target": "sm_80"})),
+    ("instruction", sm80(**FP64_OF_SM80 | {"target": "sm_80"}), sm80(**FP64 | {"target": "sm_86"})),
+    ("k_extent", sm80(**FP64), sm80(**FP64 | {"threadblock": (64, 64, 32), "warp": (32, 32, 32)})),
+    ("warp_tile", sm80(**FP64), sm80(**FP64 | {"threadblock": (32, 32, 16), "warp": (32, 8, 16)})),
+    ("warps", sm80(**FP64), sm80(**FP64 | {"threadblock": (32, 32, 16)})),
+    ("warp_accumulators", sm80(**FP64), sm80(**FP64 | {"threadblock": (128, 128, 16), "warp": (64, 64, 16)})),
+    ("load_map", sm80(**FP64), sm80(**FP64 | {"threadblock": (96, 64, 16), "warp": (32, 32, 16)})),
+    ("two_stages", sm80(**TF32X3), sm80(**TF32X3 | {"stages": 2})),
+    ("warp_accumulators", sm80(**TF32X3), sm80(**TF32X3 | {"warp": (64, 64, 16)})),
+    ("fp64_epilogue", sm80(**FP64), sm80(**FP64, epilogue=row_sum)),
+    ("epilogue_dtypes", sm80(**FP64), sm80(**FP64 | {"d": "f32.row"})),
+    ("operand_dtypes", sm80(**FP64), sm90(64, 64, 32, a="f64.row", b="f64.col", d="f64.row")),
     ("integer_sums", sm90(**INT8_90, **COOP), sm90(**INT8_90, **COOP, split_k=2)),
     ("tile_n", sm90(n=48, **INT8_90), sm90(n=40, **INT8_90)),
     ("accumulation", sm90(n=64, k=128, **INT8_90), sm90(n=64, k=128, **INT8_90, accumulation="promoted")),
@@ -489,6 +514,8 @@ OTHER_KINDS = {
 def of_kind(spec, kind):
     """The rules that a declaration breaks as a kernel of another kind, but for those about operands alone."""
     config = OTHER_KINDS[kind]
+    if isinstance(config, Sm80Config) and spec.a.dtype is f64:
+        config = sm80(**FP64_OF_SM80 | {"target": None}).config
     if isinstance(config, Sm90Config):
         means = "ahead" if spec.epilogue.gathered else "gathered"
         config = replace(config, means=means, realign=not (spec.a.aligned and spec.b.aligned))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32, i8
+from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32, f64, i8
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run.call import check_call, given_outputs, signature_of
 from cutlass_ops.run.inputs import integer
@@ -117,13 +117,21 @@ def test_memory_that_no_kernel_can_address_is_refused(strides):
 
 @pytest.mark.parametrize(
     ("dtype", "element"),
-    [(F16, f16), (BF16, bf16), (F32, f32), (torch.float8_e4m3fn, e4m3), (torch.float8_e5m2, e5m2), (torch.int8, i8)],
+    [
+        (F16, f16),
+        (BF16, bf16),
+        (F32, f32),
+        (torch.float8_e4m3fn, e4m3),
+        (torch.float8_e5m2, e5m2),
+        (torch.int8, i8),
+        (torch.float64, f64),
+    ],
 )
 def test_element_types(dtype, element):
     assert element_type("x", torch.zeros(1, dtype=dtype)) == element
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_other_element_types_are_refused_by_name(dtype):
     with pytest.raises(
         TypeError, match=rf"^bias is {dtype}: use one of torch.float16, torch.bfloat16, torch.float32, torch.float8"

@@ -24,7 +24,7 @@ from cutlass_ops.declare.config import (
     ThreadblockShape,
     WarpShape,
 )
-from cutlass_ops.declare.form import BATCHED, DENSE, FORMS, GROUPED, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, FORMS, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import MOST_ELEMENTS, MOST_EXTENT, Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
@@ -145,10 +145,11 @@ def test_what_is_no_problem_is_refused_with_an_example(given):
 
 
 def test_the_forms_that_kinds_serve():
-    assert FORMS == {"dense": DENSE, "batched": BATCHED, "grouped": GROUPED}
+    assert FORMS == {"dense": DENSE, "batched": BATCHED, "grouped": GROUPED, "ragged_k": RAGGED_K}
     assert [kind.noun for kind in KINDS if DENSE not in kind.forms] == ["a SmallConfig"]
     assert [kind.noun for kind in KINDS if BATCHED not in kind.forms] == ["a GemvConfig"]
-    assert [kind.noun for kind in KINDS if GROUPED in kind.forms] == ["an Sm90Config"]
+    for form in (GROUPED, RAGGED_K):
+        assert [kind.noun for kind in KINDS if form in kind.forms] == ["an Sm90Config"]
     assert all(form.name == name and form.count for name, form in FORMS.items())
 
 

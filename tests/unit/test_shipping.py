@@ -238,8 +238,8 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x0x1"]', "'1x0x1' is not a problem size"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["1x1x1"]', "'1x1x1' is not the size of a weight"),
         (
-            'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ndtypes = ["f64"]',
-            "dtypes has 'f64': use bf16, f16",
+            'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ndtypes = ["f128"]',
+            "dtypes has 'f128': use bf16, f16",
         ),
         (
             'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\nlayouts = ["row"]',

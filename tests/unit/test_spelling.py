@@ -113,19 +113,23 @@ def test_bfloat16_in_many_spellings(text):
 @pytest.mark.parametrize("dtype", ["f32", "float32", torch.float32])
 def test_tuning_does_not_advise_what_it_refuses(monkeypatch, dtype):
     monkeypatch.setattr(tuning, "_place", lambda *_: tuning.Place(H100.name, H100, None))
-    with pytest.raises(ValueError, match=r"is not supported here: use one of bf16, f16, tf32, i8, e4m3, e5m2$"):
+    with pytest.raises(
+        ValueError, match=r"is not supported here: use one of bf16, f16, tf32, tf32x3, f64, i8, e4m3, e5m2$"
+    ):
         tuning.tune(builtin.identity, [(1, 64, 64)], dtypes=dtype)
-    with pytest.raises(ValueError, match=r"unknown dtype 'f64': use one of bf16, f16, tf32, i8, e4m3, e5m2$"):
-        tuning.tune(builtin.identity, [(1, 64, 64)], dtypes="f64")
+    with pytest.raises(
+        ValueError, match=r"unknown dtype 'f128': use one of bf16, f16, tf32, tf32x3, f64, i8, e4m3, e5m2$"
+    ):
+        tuning.tune(builtin.identity, [(1, 64, 64)], dtypes="f128")
 
 
 def test_a_dtype_of_pytorch_is_one_too():
     assert dtypes.dtype(torch.float32) is dtypes.f32
 
 
-@pytest.mark.parametrize("text", ["f32", "float32", "f64", "int4", "", "e4m4", "16"])
+@pytest.mark.parametrize("text", ["f32", "float32", "f128", "int4", "", "e4m4", "16"])
 def test_other_types_are_not_advised(text):
-    with pytest.raises(ConfigError, match="use bf16, f16, tf32, i8, e4m3 or e5m2") as error:
+    with pytest.raises(ConfigError, match="use bf16, f16, tf32, tf32x3, f64, i8, e4m3 or e5m2") as error:
         spelling.dtype_of(text)
     assert "use one of" not in str(error.value)
 

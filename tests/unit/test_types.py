@@ -1,21 +1,25 @@
 """The other types of the Tensor Cores: what is served and by which instruction, what is refused, and the reference."""
 
 import pickle
+import re
 
 import pytest
 import torch
 from signatures import A100, H100
 
 import cutlass_ops as co
-from cutlass_ops.base import mma
+from cutlass_ops.base import mma, resources
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, i8, tf32
+from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, doubles
+from cutlass_ops.epilogue.operations import OPS, to_fp32
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.cpp import DOUBLES
 from cutlass_ops.kinds.sm80 import model
 from cutlass_ops.run import reference, requests
 from cutlass_ops.run.call import call_at, signature_of
@@ -135,7 +139,7 @@ REFUSED = {
     "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
     "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
     "BF16": (lambda: co.gemm(A.bfloat16(), W.bfloat16().t(), math="tf32"), "^a is .*, and math='tf32' is of torch.fl"),
-    "another math": (lambda: co.gemm(A, W.t(), math="3xtf32"), "^math is '3xtf32': use 'tf32'"),
+    "another math": (lambda: co.gemm(A, W.t(), math="fp32"), "^math is 'fp32': use 'tf32' or '3xtf32'$"),
     "twice": (lambda: co.gemm_bias.in_math("tf32")(A, W.t(), BIAS, math="tf32"), "and gemm_bias has math 'tf32'"),
     "means": (lambda: co.gemm(A, W.t(), epilogue=centred, math="tf32"), "takes mean_of_a of its rows, as of 16 bits"),
     "groups": (
@@ -262,7 +266,7 @@ def test_kernels_name_the_type():
 def test_the_model_of_sm80_knows_the_width_and_the_rate():
     large = Problem(8192, 8192, 8192)
     wide, narrow = sm80(k=16), co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=3)
-    ratio = model.predict(wide, large, 132, 4, widths=(4, 4)) / model.predict(narrow, large, 132, 8)
+    ratio = model.predict(wide, large, 132, 4, widths=(4, 4), rate=0.5) / model.predict(narrow, large, 132, 8)
     assert 1.8 < ratio < 2.2
 
 
@@ -273,6 +277,37 @@ def test_the_spaces_have_tf32():
     assert {c.threadblock.k for c in every} == {16, 32}
     assert {str(c.instruction) for c in every} == {"16x8x8"}
     assert policies.policy(of, A100).kernels
+
+
+# ---- 3xTF32 ----------------------------------------------------------------------------------------------------------
+
+
+def test_3xtf32_is_nearly_fp32():
+    exact = A.double() @ W.double().t()
+    found = co.gemm(A, W.t(), math="3xtf32")
+    assert found.dtype is torch.float32
+    assert ((found - exact).norm() / exact.norm()).item() < 2.0**-21
+    assert co.gemm_bias_relu.in_math("3xtf32").math == "3xtf32"
+    compiled = torch.compile(
+        lambda a: co.gemm_bias_relu(a, W.t(), BIAS, math="3xtf32"), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(A), co.gemm_bias_relu(A, W.t(), BIAS, math="3xtf32"))
+    a = A.clone().requires_grad_()
+    co.gemm(a, W.t(), math="3xtf32").sum().backward()
+    assert torch.allclose(a.grad, torch.ones(24, 16) @ W, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("row", "col")])
+@pytest.mark.parametrize("problem", [(16, 4096, 4096), (4096, 4096, 4096), (77, 33, 1037)])
+def test_mma_sync_serves_3xtf32(device, a, b, problem):
+    of = signature("tf32x3", a, b, device, problem)
+    assert (str(of.d), of.a.dtype) == ("f32.row" if problem[1] > 33 else "f32.row.align1", tf32x3)
+    for spec in dispatch.decide(of, device, Problem(*problem)).specs:
+        assert legality.check(spec) == ()
+        assert (spec.config.arch, spec.config.warp.m * spec.config.warp.n <= 2048) == ("sm80", True)
+        assert "OpMultiplyAddFastF32>" in co.source(spec)
+    assert len(space.sm80_configurations(of, device)) > 20
 
 
 # ---- INT8 ------------------------------------------------------------------------------------------------------------
@@ -363,3 +398,224 @@ def test_sources_of_int8():
     text = co.source(co.KernelSpec(**types, epilogue=relu_bias, config=sm80(64, instruction=(16, 8, 32))))
     assert "using ElementAccumulator = int32_t;" in text
     assert "OpMultiplyAddSaturate" in text
+
+
+# ---- FP64 ------------------------------------------------------------------------------------------------------------
+
+P, Q, ROW = torch.randn(24, 40).double(), torch.randn(16, 40).double(), torch.randn(16).double()
+COL, TILE = torch.randn(24).double(), torch.randn(24, 16).double()
+
+
+@co.epilogue
+def scaled_gelu(acc, row: co.Row, col: co.Col, tile: co.Tile, s: co.Scalar):
+    return co.e.gelu(acc * s + row) * col + tile / 3
+
+
+def close64(found, wanted):
+    assert found.dtype is torch.float64
+    return ((found - wanted).norm() / wanted.norm()).item() < 1e-15
+
+
+def test_fp64_is_a_row_of_the_table():
+    found = mma.mma_of(f64, f64)
+    assert (found.opcode, found.wgmma_opcode, found.compute, found.read, found.stored) == (
+        "DMMA",
+        "",
+        f64,
+        (f64,),
+        (f64,),
+    )
+    assert found.shapes_on((8, 0)) == found.shapes_on((8, 9)) == ((8, 8, 4),)
+    assert found.shapes_on((9, 0)) == ((16, 8, 4), (8, 8, 4))
+    assert element_named("float64", (f64,)) is element_named("double", (f64,)) is f64
+    with pytest.raises(ValueError, match="'f64' is not supported here"):
+        element_named("f64")
+
+
+def test_an_epilogue_of_fp64_operands_is_in_fp64():
+    acc, s = P @ Q.t(), torch.pi
+    assert close64(co.gemm(P, Q.t()), acc)
+    found = co.gemm(P, Q.t(), epilogue=scaled_gelu, row=ROW, col=COL, tile=TILE, s=s)
+    wanted = torch.nn.functional.gelu(acc * s + ROW) * COL[:, None] + TILE / 3
+    assert close64(found, wanted)
+    compiled = torch.compile(
+        lambda a: co.gemm(a, Q.t(), epilogue=scaled_gelu, row=ROW, col=COL, tile=TILE, s=s), backend="aot_eager"
+    )
+    assert close64(compiled(P), wanted)
+    assert close64(co.gemm_bias_silu(P[None], Q.t()[None], ROW)[0], torch.nn.functional.silu(acc + ROW))
+
+
+def test_gradients_in_fp64():
+    @co.epilogue
+    def gated(acc, row: co.Row, col: co.Col):
+        return co.e.silu(acc + row) * col
+
+    leaves = [x[:5, :7].clone().requires_grad_() for x in (P, Q)] + [ROW[:5].clone(), COL[:5].clone()]
+    leaves = [x.requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(lambda a, w, row, col: co.gemm(a, w.t(), epilogue=gated, row=row, col=col), leaves)
+
+
+def test_nothing_is_rounded_to_fp32():
+    """Values that FP32 does not have, on each of their ways into the epilogue."""
+    tiny = 1 + 2.0**-40
+    one, none = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+
+    @co.epilogue
+    def total(acc, row: co.Row, col: co.Col, tile: co.Tile, s: co.Scalar):
+        return acc + row + col + tile + s
+
+    for at in range(5):
+        x, row, col, tile, s = (one * tiny if at == i else none for i in range(5))
+        found = co.gemm(x, one, epilogue=total, row=row[0], col=col[0], tile=tile, s=float(s))
+        assert found.item() == tiny
+
+
+@co.epilogue
+def tenth(acc):
+    return acc * 0.1
+
+
+@co.epilogue
+def halved(acc):
+    return acc * 0.5 + 3 - 2.0**-20
+
+
+@co.epilogue
+def summed(acc):
+    return {"d": acc, "total": co.e.sum(acc, dim=1)}
+
+
+@co.epilogue
+def placed(acc):
+    return acc + co.e.row_index()
+
+
+@co.epilogue
+def narrowed(acc):
+    return co.e.cast(acc, "bf16")
+
+
+@co.epilogue
+def turned(acc):
+    return co.e.swap_pairs(acc)
+
+
+FP64_REFUSED = {
+    "a constant": (lambda: co.gemm(P, Q.t(), epilogue=tenth), "its constant 0.1 is rounded to FP32, .* use a Scalar"),
+    "a reduction": (lambda: co.gemm(P, Q.t(), epilogue=summed), "its output total is reduced, .* use the tile"),
+    "a place": (lambda: co.gemm(P, Q.t(), epilogue=placed), "it takes row_index, .* use a Row or a Col"),
+    "a cast": (lambda: co.gemm(P, Q.t(), epilogue=narrowed), "cast has no form in FP64: .* use it on the result"),
+    "pairs": (lambda: co.gemm(P, Q.t(), epilogue=turned), "swap_pairs has no form in FP64"),
+    "means": (lambda: co.gemm(P, Q.t(), epilogue=centred), "takes mean_of_a of its rows, as of 16 bits"),
+    "an input": (lambda: co.gemm_bias(P, Q.t(), ROW.float()), r"^bias is torch\.float32: use one of torch\.float64$"),
+    "a result": (
+        lambda: co.gemm(P, Q.t(), out_dtype=torch.float32),
+        r"^out_dtype is torch\.float32: use torch\.float64$",
+    ),
+    "FP64 of FP32": (
+        lambda: co.gemm(A, W.t(), math="tf32", out_dtype=torch.float64),
+        r"^out_dtype is torch\.float64: use",
+    ),
+    "an input of BF16": (
+        lambda: co.gemm_bias(A.bfloat16(), W.bfloat16().t(), ROW),
+        r"^bias is torch\.float64: use one of",
+    ),
+    "math": (lambda: co.gemm(P, Q.t(), math="tf32"), "math='tf32' is of torch.float32 operands: omit math"),
+    "mixed": (lambda: co.gemm(P, Q.bfloat16().t()), "A and B must have the same dtype"),
+    "a norm": (lambda: co.rmsnorm_gemm(P, Q.t(), eps=1e-6), "takes mean_square_of_a of its rows, as of 16 bits"),
+    "groups": (lambda: co.grouped_gemm(P, Q.t()[None], torch.tensor([24])), r"^x is torch\.float64: use one of"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), FP64_REFUSED.values(), ids=FP64_REFUSED)
+def test_what_is_refused_of_fp64_says_what_to_do(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_gradients_with_constants_are_refused_of_fp64():
+    with pytest.raises(ValueError, match=r"the derivative of gelu has a constant, .*; or call under torch\.no_grad"):
+        co.gemm_bias_gelu(P.clone().requires_grad_(), Q.t(), ROW)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 0.75, 2.0**-40, 123456.0, float("inf"), 1.5 * 2.0**60])
+def test_constants_that_fp32_has_are_constants_of_fp64(value):
+    assert doubles._is_kept(value)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, torch.pi, 1e-5, 0.044715])
+def test_constants_that_fp32_rounds_are_not(value):
+    assert not doubles._is_kept(to_fp32(value))
+    assert close64(co.gemm(P, Q.t(), epilogue=halved), P @ Q.t() * 0.5 + (3 - 2.0**-20))
+
+
+def test_every_function_in_fp64_is_in_the_header():
+    text = (resources.include() / DOUBLES).read_text()
+    names = {info.cpp.removeprefix("cutlass_ops::") for info in OPS.values() if info.cpp.startswith("cutlass_ops::")}
+    refused = {OPS[op].cpp.removeprefix("cutlass_ops::") for op in OPS if not OPS[op].in_fp64}
+    for name in names - refused:
+        assert re.search(rf"CUTLASS_DEVICE (double|bool) {name}\((bool condition, )?double x", text), name
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("col", "col"), ("row", "col")])
+@pytest.mark.parametrize("problem", [(1, 4096, 4096), (4096, 4096, 4096), (77, 33, 1037)])
+def test_each_device_serves_fp64_by_its_own_instruction(device, a, b, problem):
+    of = signature("f64", a, b, device, problem)
+    decision = dispatch.decide(of, device, Problem(*problem))
+    assert decision.specs
+    for spec in decision.specs:
+        assert legality.check(spec) == ()
+        assert str(spec.config.instruction) == ("16x8x4" if device is H100 else "8x8x4")
+    said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "f64", a, b), device))
+    assert "accumulated in FP64, as the epilogue is computed" in said
+
+
+def test_batches_of_fp64_and_their_space():
+    call = call_at(builtin.bias.graph, Problem(65, 72, 136, 3), "f64", "row", "col", form=BATCHED)
+    of = signature_of(call, H100)
+    assert dispatch.decide(of, H100, call.problem).specs[0].a.dtype is f64
+    every = space.sm80_configurations(signature("f64"), H100)
+    assert {str(c.instruction) for c in every} == {"16x8x4", "8x8x4"}
+    assert {c.threadblock.k for c in every} == {16}
+    assert {str(c.instruction) for c in space.sm80_configurations(signature("f64", device=A100), A100)} == {"8x8x4"}
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
+def test_a_gate_in_fp64_is_two_gemms(device):
+    op = requests.requested(co.gemm_swiglu, P, Q.t(), Q.t()).op
+    call = call_at(op.graph, Problem(512, 4096, 4096), "f64", "row", "col")
+    parts = op.instead_of(call)
+    assert len(parts) == 2
+    for _, part in parts:
+        assert dispatch.decide(signature_of(part, device), device, part.problem).specs[0].a.dtype is f64
+
+
+def test_sources_of_fp64():
+    config = sm80(16, instruction=(16, 8, 4), tile=(64, 64), warp=(32, 32))
+    types = {"a": "f64.row", "b": "f64.col", "d": "f64.row"}
+    spec = co.KernelSpec(**types, epilogue=scaled_gelu, config=config, target="sm_90")
+    assert [str(operand) for operand in spec.inputs] == [
+        "f64.row.align1",
+        "f64.row.align1",
+        "f64.row",
+        "f64.row.align1",
+    ]
+    text = co.source(spec)
+    assert "using ElementAccumulator = double;\nusing ElementCompute = double;" in text
+    assert '#include "cutlass_ops/doubles.h"' in text
+    assert "float" not in text.partition("---- Epilogue ----")[2].partition("---- Main loop")[0].replace(
+        "FloatRound", ""
+    )
+    assert co.KernelSpec.from_json(spec.to_json()) == spec
+    assert "doubles.h" not in co.source(co.KernelSpec(**INT8_TYPES, epilogue=relu_bias, config=INT8_CONFIG))
+
+
+INT8_TYPES = {"a": "i8.row", "b": "i8.col", "d": "bf16.row"}
+INT8_CONFIG = sm80(64, instruction=(16, 8, 32))
+
+
+def test_the_model_of_sm80_knows_fp64():
+    large, config = Problem(8192, 8192, 8192), sm80(16, instruction=(16, 8, 4), tile=(128, 128), warp=(32, 64))
+    us = model.predict(config, large, 132, 2, widths=(8, 8))
+    assert 20 < 2 * 8192**3 / us / 1e6 < 67

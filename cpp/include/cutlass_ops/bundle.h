@@ -99,8 +99,9 @@ struct Signature {
   // The epilogue as expressions, such as "d = relu(add(acc, bias))"; outputs are separated by "; ".
   std::string epilogue;
   // How the GEMMs of one launch belong together: "dense", one GEMM; "batched", for which A, B and D have one or two leading
-  // dimensions of batches; or "grouped", for which groups of A's rows each have a matrix of B (E, K, N), and the 32-bit
-  // integers `offsets` (E) say where they end.
+  // dimensions of batches; "grouped", for which groups of A's rows each have a matrix of B (E, K, N); or "ragged_k", for which
+  // groups of A's columns and B's rows each have a matrix of D (E, M, N). The 32-bit integers `offsets` (E) say where groups
+  // end.
   std::string form = "dense";
   // In launch order: a, b, out, then offsets if there are groups, the epilogue's inputs, and its further outputs.
   std::vector<Operand> operands;
@@ -117,6 +118,8 @@ struct Signature {
 constexpr DLDataType kF16{kDLFloat, 16, 1};
 constexpr DLDataType kBF16{kDLBfloat, 16, 1};
 constexpr DLDataType kF32{kDLFloat, 32, 1};
+constexpr DLDataType kF64{kDLFloat, 64, 1};
+constexpr DLDataType kI8{kDLInt, 8, 1};
 
 // Device memory that the caller owns. Strides are in elements.
 struct Tensor {

@@ -9,7 +9,8 @@ Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass
 
 from __future__ import annotations
 
-from cutlass_ops.base.dtypes import f32, i8
+from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.orientation import reduced_along_m
 from cutlass_ops.declare.spec import KernelSpec
@@ -29,10 +30,12 @@ def _epilogue(spec: KernelSpec, config: Sm80Config) -> Block:
     """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators per warp, and visitors' storage."""
     tile, warp = config.threadblock, config.warp
     # CUTLASS exchanges twice as many rows of FP32 at once if D's accesses have 16 bytes (default_epilogue_tensor_op.h).
-    fragments = 2 if spec.d.aligned and spec.a.dtype is not i8 else 1
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    sums = f32 if mma is None else mma.accumulator
+    fragments = 2 if spec.d.aligned and sums is f32 else 1
     padding = 8
     rows = tile.m // warp.m * 8 * fragments
-    accumulators = Block(rows * (tile.n + padding) * f32.bytes)
+    accumulators = Block(rows * (tile.n + padding) * sums.bytes)
     along_m = set(reduced_along_m(spec))
     kept = [REDUCTIONS[o.reduce].kept_bytes for o in spec.epilogue.outputs if o.reduce and o.name in along_m]
     reductions = [Block(config.warps * tile.n * each, each) for each in kept]

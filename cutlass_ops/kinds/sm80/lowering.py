@@ -6,11 +6,12 @@ reductions, in ``templates/include/cutlass_ops/sm80_visitors.h``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, i8, tf32
+from cutlass_ops.base.dtypes import DType, f32, f64, i8, tf32, tf32x3
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
@@ -34,10 +35,14 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     """Return the template's variables for a legal Sm80 spec."""
     config = spec.config
     assert isinstance(config, Sm80Config)
-    lowered = lower(spec.epilogue)
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    assert mma is not None
+    lowered = lower(spec.epilogue, mma.compute)
     t, w, i = config.threadblock, config.warp, config.instruction
     return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
-        "integers": spec.a.dtype is i8,
+        "operator": _operator(spec.a.dtype),
+        "accumulator": mma.accumulator.cpp,
+        "compute": mma.compute.cpp,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
@@ -62,9 +67,20 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
-def _loaded(dtype: DType) -> DType:
-    """Return FP32 for TF32: CUTLASS then rounds what warps read of shared memory, which the instruction would cut."""
-    return f32 if dtype is tf32 else dtype
+def _loaded(operand: Operand) -> Operand:
+    """Return as what CUTLASS knows an operand.
+
+    TF32 is FP32: CUTLASS then rounds what warps read of shared memory, which the instruction would cut. Of FP64 its
+    main loop copies one element at a time.
+    """
+    if operand.dtype is f64:
+        return replace(operand, alignment=1)
+    return replace(operand, dtype=f32) if operand.dtype in (tf32, tf32x3) else operand
+
+
+def _operator(dtype: DType) -> str:
+    """Return CUTLASS's name of what a product of two elements is."""
+    return {i8: "OpMultiplyAddSaturate", tf32x3: "OpMultiplyAddFastF32"}.get(dtype, "OpMultiplyAdd")
 
 
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:

@@ -78,6 +78,9 @@ _SPARED, _MOST_SPARED = 8.0, 0.6
 _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
+# Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
+# H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.
+_FP64, _SLOWER = 8, 5.0
 
 
 def predict(
@@ -88,9 +91,10 @@ def predict(
     costs: Costs = H100,
     widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
+    rate: float = 1.0,
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times(Blocks.of([config]), [problem], multiprocessors, alignment, costs, widths, target).item()
+    return times(Blocks.of([config]), [problem], multiprocessors, alignment, costs, widths, target, rate).item()
 
 
 class Blocks(NamedTuple):
@@ -129,6 +133,7 @@ def times(
     costs: Costs = H100,
     widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
+    rate: float = 1.0,
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
 
@@ -148,6 +153,8 @@ def times(
         Bytes of an element of A and of B, and of D.
     target : str
         Target, which limits the thread blocks on one SM.
+    rate : float
+        Throughput of products relative to 16 bits; FP64 has its own.
     """
     m, n, k, gemms = Extents.of(problems)
     tile_m, tile_n, tile_k, warp, _, stages, split = blocks_of
@@ -158,7 +165,8 @@ def times(
     # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes.
     width = element_bytes / _16_BITS[0]
     alignment = max(1, alignment * element_bytes // _16_BITS[0])
-    compute = width * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
+    slower = _SLOWER if element_bytes == _FP64 else 1 / rate
+    compute = slower * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
     step = _soft_max(compute, width * (tile_m + tile_n) * tile_k / loads)
     hidden = np.maximum(1, stages - 1) ** costs.stages
@@ -195,7 +203,7 @@ def _resident(blocks: Blocks, costs: Costs, element_bytes: int, target: str) -> 
     machine = arch.target(target)
     threads = blocks.warps * arch.WARP
     shared = blocks.stages * (blocks.tile_m + blocks.tile_n) * blocks.tile_k * element_bytes
-    accumulators = blocks.warp // arch.WARP
+    accumulators = blocks.warp // arch.WARP * (2 if element_bytes == _FP64 else 1)
     registers = np.minimum(arch.MAX_REGISTERS_PER_THREAD, accumulators + int(costs.registers))
     by_memory = machine.shared_memory_per_sm // (shared + arch.KIB)
     by_registers = arch.REGISTERS_PER_SM // (threads * registers)
@@ -228,7 +236,7 @@ class Sm80Timer:
         target = "sm_{}{}".format(*device.capability)
         alignment = min(self.traits.alignments)
         widths = self.traits.element_bytes, self.traits.d_bytes
-        found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target)
+        found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target, self.traits.rate)
         copies = alignment * self.traits.element_bytes < arch.TMA_ALIGNMENT_BYTES
         if device.has_wgmma and copies:
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)

@@ -8,26 +8,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import i8, tf32
+from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue import doubles
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import sm90_serves, takes_means
 
-# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest.
-_MAX_ACCUMULATOR_SHARE = 2
+# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest. Operands in two parts
+# take twice as many.
+_MAX_ACCUMULATOR_SHARE = {tf32x3: 4}
+_USUAL_SHARE = 2
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
-# gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits.
-_SHORTEST_LINE = {16: 16, 32: 32}
+# gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits;
+# mma_tensor_op_tile_iterator_sm80.h: parts of 16 elements of 64 bits.
+_SHORTEST_LINE = {16: 16, 32: 32, 64: 16}
+# gemm/threadblock/default_mma_core_sm80.h, double: a warp copies 16 x 2 elements at a time, one a lane, and multiplies
+# parts of 16 rows and 16 columns. Tiles of this K are CUTLASS's own, and with 8 warps its maps share them evenly.
+_K_OF_FP64, _SIDE_OF_FP64, _WARPS_OF_FP64 = 16, 16, (2, 8)
 
 
 def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    return () if mma is None else mma.shapes
+    return () if mma is None else mma.shapes_on(arch.target(spec.target).capability)
 
 
 def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
@@ -35,7 +42,7 @@ def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     shapes = [InstructionShape(*shape) for shape in _shapes(spec)]
     if shapes and config.instruction not in shapes:
         yield Broken(
-            f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands has "
+            f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands on {spec.target} has "
             f"{', '.join(map(str, shapes))}",
             tuple({"instruction": shape} for shape in shapes),
         )
@@ -46,13 +53,15 @@ def _batched(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
         yield Broken("form is batched and stream_k is True, and blocks split the K of one GEMM", ({"stream_k": False},))
 
 
-def _warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+def _warp_tile(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     for side in ("m", "n", "k"):
         block, warp, instruction = (getattr(s, side) for s in (config.threadblock, config.warp, config.instruction))
         if block % warp:
             yield f"warp.{side} is {warp}, which does not divide threadblock.{side} {block}: use a divisor"
         if warp % instruction:
             yield f"warp.{side} is {warp}: use a multiple of instruction.{side} {instruction}"
+        elif spec.a.dtype is f64 and side != "k" and warp % _SIDE_OF_FP64:
+            yield f"warp.{side} is {warp}, and warps read f64 in parts of {_SIDE_OF_FP64}: use a multiple of that"
 
 
 def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
@@ -76,20 +85,26 @@ def _k_steps(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
         )
 
 
-def _warps(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    limit = arch.MAX_THREADS // arch.WARP
-    if not 1 <= config.warps <= limit:
-        yield f"threadblock {config.threadblock} in warp tiles {config.warp} is {config.warps} warps: use 1 to {limit}"
+def _warps(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    least, most = _WARPS_OF_FP64 if spec.a.dtype is f64 else (1, arch.MAX_THREADS // arch.WARP)
+    if not least <= config.warps <= most:
+        yield (
+            f"threadblock {config.threadblock} in warp tiles {config.warp} is {config.warps} warps: use {least} to "
+            f"{most}"
+        )
 
 
-def _warp_accumulators(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+def _warp_accumulators(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     warp, threads = config.warp, max(config.warps, 1) * arch.WARP
     registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
-    used, limit = warp.m * warp.n // arch.WARP, registers // _MAX_ACCUMULATOR_SHARE
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    each = 1 if mma is None else mma.accumulator.bytes // f32.bytes
+    share = _MAX_ACCUMULATOR_SHARE.get(spec.a.dtype, _USUAL_SHARE)
+    used, limit = warp.m * warp.n * each // arch.WARP, registers // share
     if used > limit:
         # If the thread block needs all registers of an SM, smaller warp tiles do not help: more warps share them.
         tile = config.threadblock
-        too_large = tile.m * tile.n > arch.REGISTERS_PER_SM // _MAX_ACCUMULATOR_SHARE
+        too_large = tile.m * tile.n * each > arch.REGISTERS_PER_SM // share
         yield (
             f"warp {warp} takes {used} accumulator registers a thread, and more than {limit} of the {registers} that "
             f"{threads} threads can each have spill: use a smaller {'threadblock' if too_large else 'warp tile'}"
@@ -100,8 +115,12 @@ def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     k = config.threadblock.k
     for operand in sides(spec):
         contiguous, strided = (k, operand.extent) if operand.k_major else (operand.extent, k)
-        # Shared memory is always written 16 bytes at a time.
-        if not _covers(contiguous, strided, config.warps, operand.k_major, spec.a.dtype.tma_alignment):
+        # Shared memory is always written 16 bytes at a time, but for f64.
+        access = 1 if spec.a.dtype is f64 else spec.a.dtype.tma_alignment
+        lanes = contiguous // access if operand.k_major else min(contiguous // access, 8)
+        if spec.a.dtype is f64:
+            lanes = 16
+        if not _covers(contiguous, strided, config.warps, lanes, access):
             yield (
                 f"{config.warps} warps cannot share the loads of {operand.name}'s tile, {strided} lines of "
                 f"{contiguous} adjacent elements, evenly: use powers of two for threadblock.{operand.side} and "
@@ -109,15 +128,14 @@ def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
             )
 
 
-def _covers(contiguous: int, strided: int, warps: int, k_major: bool, access: int) -> bool:
-    """Return whether the warps' accesses, of so many elements each, cover an operand's tile exactly.
+def _covers(contiguous: int, strided: int, warps: int, lanes: int, access: int) -> bool:
+    """Return whether the warps' accesses, of so many lanes along a line and elements each, cover a tile exactly.
 
     ``DefaultMmaCore`` in ``gemm/threadblock/default_mma_core_sm80.h`` arranges a warp's lanes.
     ``PitchLinearWarpRakedThreadMap`` in ``transform/pitch_linear_thread_map.h`` arranges the warps, and silently rounds
     down.
     """
     accesses = contiguous // access
-    lanes = accesses if k_major else min(accesses, 8)
     if contiguous % access or warps < 1 or lanes < 1 or arch.WARP % lanes or accesses % lanes:
         return False
     lines = arch.WARP // lanes
@@ -137,7 +155,7 @@ def _covers(contiguous: int, strided: int, warps: int, k_major: bool, access: in
 def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     threads = max(config.warps, 1) * arch.WARP
     for operand in sides(spec):
-        alignment = (spec.a if operand.name == "a" else spec.b).alignment
+        alignment = 1 if spec.a.dtype is f64 else (spec.a if operand.name == "a" else spec.b).alignment
         accesses = operand.extent * config.threadblock.k // alignment // threads
         if accesses > _MAX_PREDICATES:
             yield (
@@ -147,6 +165,10 @@ def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    if spec.a.dtype is f64:
+        if config.threadblock.k != _K_OF_FP64:
+            yield f"threadblock.k is {config.threadblock.k}, and a is {spec.a}: use {_K_OF_FP64}"
+        return
     limit = 128 // spec.a.dtype.bytes
     for operand in sides(spec):
         if operand.k_major and config.threadblock.k > limit:
@@ -180,21 +202,27 @@ def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     # DefaultMma<float, ..., 2, ...> in gemm/threadblock/default_mma.h: OpMultiplyAddFastF16.
-    if spec.a.dtype is tf32 and config.stages == 2:
+    if spec.a.dtype in (tf32, tf32x3) and config.stages == 2:
         yield Broken(
             f"stages is 2 and a is {spec.a}, and CUTLASS's main loop of two stages multiplies FP32 in FP16",
             ({"stages": 3},),
         )
-    if spec.a.dtype is i8 and config.stages == 2:
+    if spec.a.dtype in (i8, f64) and config.stages == 2:
         yield Broken(f"stages is 2 and a is {spec.a}, of which no test has run two stages", ({"stages": 3},))
 
 
-def _integer_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    if spec.a.dtype is i8 and config.stream_k:
+def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype in (i8, f64) and config.stream_k:
         yield Broken(
-            f"a is {spec.a} and stream_k is True, and no test has added up parts of integer sums",
+            f"a is {spec.a} and stream_k is True, and no test has added up parts of sums that are not FP32",
             ({"stream_k": False},),
         )
+
+
+def _doubles(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    why = doubles.why_not(spec.epilogue) if spec.a.dtype is f64 else None
+    if why is not None:
+        yield f"a is {spec.a}, so the epilogue computes in FP64, and {why}"
 
 
 def _means(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
@@ -271,7 +299,8 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("store_map", "compiler", _store_map),
     Rule("cp_async", "hardware", _cp_async),
     Rule("two_stages", "compiler", _two_stages),
-    Rule("integer_sums", "policy", _integer_sums),
+    Rule("whole_sums", "policy", _whole_sums),
+    Rule("fp64_epilogue", "policy", _doubles),
     Rule("means_of_rows", "policy", _means),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cutlass_ops.base.dtypes import i8
+from cutlass_ops.base.dtypes import f64, i8, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
@@ -27,6 +27,10 @@ def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_
     return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
 
 
+def _fp64(m: int, n: int, warp_m: int, warp_n: int, stages: int) -> Sm80Config:
+    return replace(_sm80(m, n, 16, warp_m, warp_n, stages), instruction=InstructionShape(16, 8, 4))
+
+
 # Choices without a tuning table: the set that loses least in benchmarks/results/sweep_sm80_h100.json, where operands
 # are aligned to two elements, and two deeper pipelines for wider alignments.
 UNTUNED = (
@@ -42,10 +46,25 @@ UNTUNED_UNALIGNED = (
 )
 
 
+# FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684).
+UNTUNED_FP64 = (
+    *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 64, 32, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
+    *(_fp64(64, 64, 32, 32, 4), _fp64(32, 64, 32, 32, 5), _fp64(32, 128, 32, 32, 4)),
+)
+
+
+def untuned(signature: OpSignature) -> tuple[Sm80Config, ...]:
+    """Return the choices for a signature without a tuning table."""
+    if signature.a.dtype is f64:
+        return UNTUNED_FP64
+    return UNTUNED_UNALIGNED if min(signature.alignments) == 1 else UNTUNED
+
+
 def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
     """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
     tiles_k = [k // signature.a.dtype.bytes for k in _TILES_K_BYTES]
-    instruction = _instructions(signature)[0]
+    instruction, *others = _instructions(signature)
+    others = others if signature.a.dtype is f64 else []  # fewer products at a time are worth trying of FP64 only
     for m, n, k, stages in product(_SIDES, _SIDES, tiles_k, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
             tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
@@ -53,19 +72,21 @@ def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
             if config.warps in _WARPS:
                 yield config
                 yield replace(config, stream_k=True)
+                yield from (replace(config, instruction=other) for other in others)
 
 
 def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
-    """Return the instructions for a signature's operands, or the usual one if there are none."""
+    """Return the instructions for a signature's operands, Hopper's own first, or the usual one if there are none."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    shapes = mma.shapes if mma is not None else ()
+    shapes = (*mma.hopper_shapes, *mma.shapes) if mma is not None else ()
     return tuple(InstructionShape(*shape) for shape in shapes) or (InstructionShape(16, 8, 16),)
 
 
 def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]:
     """Yield a configuration, for batches and integers without stream-K.
 
-    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more.
+    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more. For
+    3xTF32 warps' tiles are smaller, which leaves registers for both parts of operands.
     """
     known = _instructions(signature)
     if config.instruction not in known:
@@ -77,8 +98,13 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
             instruction=known[0],
             stages=max(3, config.stages),
         )
-    whole = signature.form == BATCHED or signature.a.dtype is i8
-    yield replace(config, stream_k=False) if whole else config
+    if signature.a.dtype is tf32x3 and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
+        config = replace(config, warp=replace(config.warp, n=config.warp.n // 2))
+    whole = signature.form == BATCHED or signature.a.dtype in (i8, f64)
+    config = replace(config, stream_k=False) if whole else config
+    yield config
+    if signature.a.dtype is f64:
+        yield replace(config, instruction=known[-1])  # which every device has
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:

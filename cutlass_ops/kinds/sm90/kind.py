@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import MEANS, Sm90Config
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.serving import by_wgmma
 from cutlass_ops.kinds.sm90 import footprint, lowering, order, rules, space
@@ -23,7 +23,7 @@ def _handicap(config: Sm90Config) -> float:
 
 SM90 = Kind(
     config=Sm90Config,
-    forms=(DENSE, BATCHED, GROUPED),
+    forms=(DENSE, BATCHED, GROUPED, RAGGED_K),
     multiplies=by_wgmma,
     stores_fp8=True,
     noun="an Sm90Config",

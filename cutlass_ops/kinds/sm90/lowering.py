@@ -12,7 +12,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, f32, i8, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind, Output
@@ -232,6 +232,8 @@ def _scheduler(spec: KernelSpec) -> str:
         return "cutlass::gemm::PersistentScheduler"
     if spec.form == GROUPED:
         return f"cutlass_ops::GroupedScheduler<{str(swapped(spec)).lower()}>"
+    if spec.form == RAGGED_K:
+        return "cutlass_ops::RaggedKScheduler"
     return "cutlass_ops::BatchedScheduler" if spec.form == BATCHED else "cutlass_ops::OrderedScheduler"
 
 

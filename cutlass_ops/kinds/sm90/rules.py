@@ -13,7 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, f32, i8
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
-from cutlass_ops.declare.form import BATCHED, GROUPED
+from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.nodes import Kind
@@ -262,7 +262,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if spec.form not in (BATCHED, GROUPED):
+    if spec.form not in (BATCHED, GROUPED, RAGGED_K):
         return
     if not config.whole_k:
         yield Broken(
@@ -286,8 +286,6 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
             "tiles there are is known on the device alone",
             _PERSISTENT,
         )
-    if spec.a.dtype.bits != 16:
-        yield f"form is grouped, and a is {spec.a}: use bf16 or f16"
     if spec.a.major != "row" or spec.d.major != "row":
         yield f"form is grouped, of rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
     tiles = [(f"input {i.name}", t) for i, t in spec.typed_inputs if i.kind is Kind.TILE]
@@ -314,6 +312,23 @@ def _integer_sums(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             f"a is {spec.a} with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks that split K "
             "exchange sums in FP32",
             ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
+        )
+
+
+def _ragged_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if spec.form != RAGGED_K:
+        return
+    if config.schedule == "warp_specialized":
+        yield Broken(
+            "form is ragged_k with schedule 'warp_specialized', whose thread blocks have equally many steps along K",
+            _PERSISTENT,
+        )
+    if spec.a.dtype.bits != 16:
+        yield f"form is ragged_k, and a is {spec.a}: use bf16 or f16"
+    if (spec.a.major, spec.b.major) != ("col", "row"):
+        yield (
+            f"form is ragged_k, whose groups are lines in memory, and a is {spec.a} and b is {spec.b}: use a "
+            "column-major a and a row-major b"
         )
 
 
@@ -518,6 +533,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("scheduler", "compiler", _scheduler),
     Rule("batched", "policy", _batched),
     Rule("grouped", "policy", _grouped),
+    Rule("ragged_k", "policy", _ragged_k),
     Rule("split_k", "policy", _split_k),
     Rule("integer_sums", "policy", _integer_sums),
     Rule("cluster_size", "policy", _cluster_size),

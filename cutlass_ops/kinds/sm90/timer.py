@@ -94,7 +94,7 @@ class Sm90Timer:
         usual = np.where(
             self._launchable(cover, extents), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
         )
-        worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
+        worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
         if not worth.any():
             return usual, np.full((1, 1), np.inf)
         return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)

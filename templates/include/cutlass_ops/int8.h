@@ -3,9 +3,19 @@
 
 #pragma once
 
+#include "cutlass/epilogue/fusion/callbacks.hpp"
+
 #include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
+
+// What a visitor of D (Element) computes, for CUTLASS's collective: that takes its values to be of the accumulators' type, unless
+// they have traits.
+template <class Visitor, class Element>
+struct IntegerCallbacks : Visitor {
+  using ElementAux = Element;
+  using Visitor::Visitor;
+};
 
 // D (64, N) += A (64, 32) B (32, N), issued by one warpgroup.
 template <int N>
@@ -105,4 +115,14 @@ struct cute::MMA_Traits<cutlass_ops::Wgmma<N, int8_t, int8_t, kMajorA, kMajorB>>
   using CLayout = cute::GMMA::CLayout_64xN<N>;
 
   cute::GMMA::ScaleOut accumulate_ = cute::GMMA::ScaleOut::One;
+};
+
+template <class Visitor, class Element>
+struct cutlass::epilogue::fusion::FusionCallbacksTraits<cutlass_ops::IntegerCallbacks<Visitor, Element>> {
+  using DispatchPolicy = void;
+  using Callbacks = cutlass_ops::IntegerCallbacks<Visitor, Element>;
+  using Operation = FusionOperation;
+  using CtaTile_MNK = void;
+  using EpilogueTile_MN = void;
+  using ElementCompute = float;
 };

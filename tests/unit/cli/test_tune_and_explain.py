@@ -91,10 +91,13 @@ def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
         (["gemm", "9999999999x9999999999x9999999999"], "more than"),
         (["gemm", "1x1x1", "--b", "diagonal"], "'diagonal' is not a major: use row or col"),
         (
-            ["gemm", "1x1x1", "--dtype", "f64"],
-            "'f64' is not an element type of A and B: use bf16, f16, tf32, i8, e4m3 or e5m2",
+            ["gemm", "1x1x1", "--dtype", "f128"],
+            "'f128' is not an element type of A and B: use bf16, f16, tf32, tf32x3, f64, i8, e4m3 or e5m2",
         ),
-        (["gemm", "1x1x1", "--dtype", "f32"], "A and B cannot be f32: use bf16, f16, tf32, i8, e4m3 or e5m2"),
+        (
+            ["gemm", "1x1x1", "--dtype", "f32"],
+            "A and B cannot be f32: use bf16, f16, tf32, tf32x3, f64, i8, e4m3 or e5m2",
+        ),
         (["gemm", "1x1x1", "--device", "sm_75"], "'sm_75' is not a known GPU: use sm_80, sm_86"),
     ],
 )

@@ -1,0 +1,61 @@
+"""Which epilogues can be computed in FP64, as those of FP64 operands are.
+
+The functions in C++ are in ``templates/include/cutlass_ops/doubles.h``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.operations import INDICES, OPS, to_fp32
+
+
+def why_not(graph: Graph) -> str | None:
+    """Return why an epilogue cannot be computed in FP64 and what to do, or None if it can.
+
+    Parameters
+    ----------
+    graph : Graph
+        The epilogue.
+    """
+    for output in graph.outputs:
+        if output.kind is Kind.BLOCKS_D or output.reduce is not None:
+            return f"its output {output.name} is reduced, which FP64 kernels do not: use the tile as an output"
+    for node in graph.nodes:
+        if node.op in INDICES:
+            return f"it takes {node.op}, which FP64 kernels do not give: use a Row or a Col of indices"
+        if node.op in OPS and not OPS[node.op].in_fp64:
+            return f"{node.op} has no form in FP64: leave it out, and use it on the result"
+        if node.op == "const" and isinstance(node.attr, float) and not _is_kept(node.attr):
+            return f"its constant {_shortest(node.attr)} is rounded to FP32, as every constant is: use a Scalar"
+    return None
+
+
+def why_no_gradient(graph: Graph) -> str | None:
+    """Return why an epilogue has no gradients in FP64 and what to do, or None if it has."""
+    for node in graph.nodes:
+        rules = " ".join(OPS[node.op].vjp) if node.op in OPS else ""
+        if any(to_fp32(float(number)) != float(number) for number in re.findall(r"\d+\.\d+", rules)):
+            return (
+                f"the derivative of {node.op} has a constant, which is rounded to FP32 as every constant is: apply "
+                f"{node.op} to the result instead"
+            )
+    return None
+
+
+def _is_kept(value: float) -> bool:
+    """Whether FP32 most likely has a constant as it was written, of which a graph keeps FP32's value only.
+
+    That is so of short decimals that are that value, such as 0.75, and of values with at most 12 significant bits.
+    """
+    if not math.isfinite(value) or float(_shortest(value)) == value:
+        return True
+    return math.frexp(value)[0] * 2**12 % 1 == 0
+
+
+def _shortest(value: float) -> str:
+    """Return the fewest decimal digits that FP32 reads as a value."""
+    return next(text for digits in range(1, 18) if to_fp32(float(text := f"{value:.{digits}g}")) == value)
