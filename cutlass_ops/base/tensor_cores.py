@@ -18,8 +18,8 @@ from cutlass_ops.base.mma import MMAS
 TCGEN05, WGMMA, MMA_SYNC = "tcgen05", "wgmma", "mma.sync"
 
 # Elements by name, with their bits: the library's own, and what other programs multiply.
-BITS = {t.name: t.bits for t in dtypes.ALL} | {"tf32": 32, "f64": 64, "i8": 8}
-_ALIASES = {"float64": "f64", "fp64": "f64", "double": "f64", "int8": "i8", "s8": "i8", "fp8": "e4m3"}
+BITS = {t.name: t.bits for t in dtypes.DECLARED}
+_ALIASES = {"s8": "i8", "fp8": "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,14 @@ def _since(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def _of_the_library() -> list[Instruction]:
-    """Return what our kernels multiply with, read from the table of the legality rules."""
+    """Return what our kernels multiply with, read from the table of the legality rules.
+
+    Not 3xTF32, which is three products in TF32, nor FP64, whose rows below say which chips have a unit for it.
+    """
     found = []
     for mma in MMAS:
+        if mma.a in (dtypes.tf32x3, dtypes.f64):
+            continue
         types = (mma.a.name, mma.b.name, mma.accumulator.name)
         if mma.wgmma_opcode:
             shape = f"m{arch.WGMMA_M}nNk{arch.WGMMA_K_BYTES // mma.a.bytes}"

@@ -37,13 +37,16 @@ class Workload:
         Its epilogue.
     call : Call
         The call, with tensors without data.
+    dtype : str
+        What A and B are multiplied as.
     rate : float
-        Peak throughput of the operands' types relative to BF16.
+        Peak throughput of that type relative to BF16.
     """
 
     op: Op
     graph: Graph
     call: Call
+    dtype: str
     rate: float = 1.0
 
     @property
@@ -92,7 +95,7 @@ def workload(name: str, problem: Problem, dtype: str, a: Major = "row", b: Major
     op = gated.swiglu_op(None) if name == "gemm_swiglu" else graph_op(name, graph, math=call.arguments.math)
     element = dtypes.dtype(dtype, mma.OPERANDS)
     found = mma.mma_of(element, element)
-    return Workload(op, graph, call, found.rate if found else 1.0)
+    return Workload(op, graph, call, element.name, found.rate if found else 1.0)
 
 
 def epilogue_named(name: str, dtype: str) -> HasGraph:

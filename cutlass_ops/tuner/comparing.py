@@ -169,9 +169,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
-def error_ratio(found: Tensor, exact: Tensor, eager: Tensor) -> float:
-    """Return a result's error over that of PyTorch's own; NaN if an element was not written."""
+def error_ratio(found: Tensor, exact: Tensor, eager: Tensor, least: float = 0.0) -> float:
+    """Return a result's error over that of PyTorch's own; NaN if an element was not written.
+
+    Parameters
+    ----------
+    found, exact, eager : Tensor
+        The result, the same in FP64, and PyTorch's.
+    least : float
+        Relative error that counts as none: PyTorch's is taken to be at least this.
+    """
     ours, theirs = (float((x.double() - exact).norm()) for x in (found, eager))
+    theirs = max(theirs, least * float(exact.norm()))
     if not theirs:
         return math.inf if ours else 1.0
     return ours / theirs

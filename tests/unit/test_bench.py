@@ -134,7 +134,7 @@ def test_every_op_has_tensors_and_a_right_result(name):
     assert result.rows[0].error_over_eager <= 2
 
 
-@pytest.mark.parametrize("dtype", ["i8", "e4m3"])
+@pytest.mark.parametrize("dtype", ["i8", "e4m3", "f64"])
 def test_other_types_are_drawn_multiplied_and_compared(dtype):
     result = co.bench("gemm", (16, 48, 32), dtype=dtype, against=["eager"], clock=Clock())
     assert set(result.rows[0].times["graph"]) == {"ours", "eager"}

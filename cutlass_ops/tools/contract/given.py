@@ -12,6 +12,7 @@ from cutlass_ops.base.tensor_cores import BITS, element
 
 _FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row' or 'f16.col.align4'"
 _TEXT = re.compile(r"(?P<dtype>[\w.]*?\w)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+# What the Tensor Cores make of FP32 in memory.
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
@@ -99,12 +100,18 @@ def from_text(text: str, major: str, m: int, n: int, k: int, *, first: bool) -> 
     if match is None:
         raise ValueError(f"operand {text!r} is not of the form {_FORM}")
     dtype, major = element(match["dtype"]), match["major"] or major
-    # TF32 is what the Tensor Cores make of FP32 in memory.
-    given = Given("f32" if dtype == "tf32" else dtype, major, arch.TMA_ALIGNMENT_BYTES)
+    given = Given("f32" if dtype in PRECISIONS else dtype, major, arch.TMA_ALIGNMENT_BYTES)
     rows = (m, k) if first else (k, n)
     lines = given.bytes * (rows[1] if major == "row" else rows[0])
     declared = int(match["alignment"]) * given.bytes if match["alignment"] else arch.TMA_ALIGNMENT_BYTES
     return replace(given, line_bytes=math.gcd(lines, declared, arch.TMA_ALIGNMENT_BYTES))
+
+
+def precision_of(text: str) -> str:
+    """Return what a text such as ``"tf32.row"`` says of the precision: ``"ieee"`` if it names another type."""
+    match = _TEXT.fullmatch(text.strip().lower())
+    named = element(match["dtype"]) if match else ""
+    return named if named in PRECISIONS else "ieee"
 
 
 def from_tensor(name: str, tensor: Any) -> Given:

@@ -100,6 +100,8 @@ def edges(asked: Asked, tile: tuple[int, int, int], remedy: str) -> tuple[float,
 def ruling(asked: Asked, architecture: Architecture) -> Ruling:
     """Return the instruction of a well-written kernel and its conditions."""
     found = instructions(*asked.types, architecture)
+    if asked.products > 1:  # what sums three products of TF32 has mma.sync alone, here and in CUTLASS
+        found = {family: each for family, each in found.items() if family == MMA_SYNC}
     types = operand_dtypes(asked, found, architecture)
     if not found:
         return Ruling(None, (types,))

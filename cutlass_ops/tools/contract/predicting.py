@@ -14,7 +14,7 @@ from cutlass_ops.declare.chips import CHIPS, Chip
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.tools.contract import library, triton
-from cutlass_ops.tools.contract.given import PRECISIONS, Asked, from_tensor, from_text
+from cutlass_ops.tools.contract.given import PRECISIONS, Asked, from_tensor, from_text, precision_of
 from cutlass_ops.tools.contract.result import CUDA_CORES, NOTHING, Contract, Ruling
 
 PROGRAMS = ("library", "triton", "wmma")
@@ -118,10 +118,9 @@ def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precisio
     if m is None or n is None or k is None:
         raise ValueError("m, n and k are missing: give the extents, such as m=4096, n=4096, k=4096, or pass tensors")
     problem = Problem.of((m, n, k))
-    implied = "tf32" if str(a).lower().startswith("tf32") else "ieee"
     first = from_text(a, "row", *problem.extents, first=True)
     second = from_text(b, "col", *problem.extents, first=False)
-    return Asked(first, second, *problem.extents, precision or implied)
+    return Asked(first, second, *problem.extents, precision or precision_of(a))
 
 
 def _where(name: str | None) -> tuple[Architecture, Chip | None]:
