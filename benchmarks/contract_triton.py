@@ -1,7 +1,7 @@
 """Compares what `cutlass_ops.contract` predicts for Triton with what Triton compiles. No GPU is needed.
 
     pip install triton==3.6.0
-    python benchmarks/contract_triton.py --out benchmarks/results/contract_triton.json
+    python benchmarks/contract_triton.py --out benchmarks/results/contract_triton.json    # and others, with --seed 1
 
 Each configuration is compiled ahead of time to machine code. The instruction is read from the PTX, and again from the
 machine code by the cuobjdump that Triton brings. Each row: {"arch", "dtype", "precision", "block", "warps", "stages",
