@@ -1,110 +1,36 @@
-"""Timing of variants against each other with :mod:`cutlass_ops.tuner.timing`, ratios per round, and result files.
-
-In each round every variant runs once, in a new random order, since the first after a pause has a cooler chip. Ratios
-are formed within a round, then the median over rounds.
-"""
+"""What the benchmarks share. They time with :mod:`cutlass_ops.tuner.comparing`, as ``co.bench`` does."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 import os
-import platform
-import random
-import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor
 
 from cutlass_ops.base import env
 from cutlass_ops.choose import dispatch
-from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
-from cutlass_ops.tuner.timing import Run, Stopwatch
-
-ROUNDS = 25
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of one variant, in milliseconds per call, one for each round."""
-
-    rounds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """The median over the rounds."""
-        return statistics.median(self.rounds)
-
-
-def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Time variants against each other. This stops background compilation in the process.
-
-    Parameters
-    ----------
-    variants : mapping of str to callable
-        Each takes a launch index, by which it chooses its inputs.
-    expected_us : float
-        Rough time of one call, to decide the number of calls in a replay.
-    rounds : int
-        Rounds that count; one more warms up.
-
-    Raises
-    ------
-    RuntimeError
-        If a kernel may stand in for the one that a call chooses.
-    """
-    if env.stand_in():
-        raise RuntimeError("a kernel that stands in may be timed: call harness.begin() first")
-    # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
-    Background.current().close()
-    watch = Stopwatch(expected_us)
-    for name, run in variants.items():
-        watch.add(name, run)
-    names = list(variants)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        random.Random(number).shuffle(names)
-        for name, microseconds in zip(names, watch.round(names), strict=True):
-            times[name].append(microseconds / 1e3)
-    return {name: Timing(tuple(each[1:])) for name, each in times.items()}
-
-
-def ratios(ours: Timing, peer: Timing) -> dict[str, float]:
-    """Return peer / ours: the median over the rounds, and the range."""
-    each = sorted(p / o for o, p in zip(ours.rounds, peer.rounds, strict=True))
-    return {"median": round(statistics.median(each), 4), "min": round(each[0], 4), "max": round(each[-1], 4)}
-
-
-def compare(variants: Mapping[str, Run], expected_us: float) -> dict[str, Any]:
-    """Time variants against each other; return milliseconds, and the others' times over the first one's."""
-    times = time_interleaved(variants, expected_us)
-    ours, *others = variants
-    return {
-        "ms": {name: round(times[name].median, 5) for name in variants},
-        "over_ours": {name: ratios(times[ours], times[name]) for name in others},
-    }
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with torch.compile and max-autotune, for one shape."""
-    torch._dynamo.reset()
-    # Threads, since autotuning repeats the compilations of worker processes: 8 s per shape instead of 1.
-    torch._inductor.config.compile_threads = 1
-    return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+from cutlass_ops.tuner.comparing import (  # noqa: F401 - for the benchmarks
+    ROUNDS,
+    Timing,
+    compare,
+    compiled,
+    environment,
+    error_ratio,
+    geomean,
+    ratios,
+    time_interleaved,
+)
 
 
 def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
@@ -141,41 +67,15 @@ def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
         If the error is more than twice eager PyTorch's, or an element was not written.
     """
     assert not found.isnan().any(), "output left unwritten"
-    ours, theirs = ((x.double() - exact).norm() / exact.norm() for x in (found, eager))
-    ratio = float(ours / theirs)
+    ratio = error_ratio(found, exact, eager)
     assert ratio <= 2, f"error is {ratio:.2f} times eager's"
     return ratio
-
-
-def geomean(values: list[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def begin() -> dict[str, Any]:
     """Have calls wait for the kernels that they choose, so that no stand-in is timed; return :func:`environment`."""
     os.environ[env.STAND_IN.name] = "0"
     return environment()
-
-
-def environment() -> dict[str, Any]:
-    """Return the chip, date and versions of a result."""
-    import cutlass_ops
-
-    properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    driver, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
-    return {
-        "chip": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "driver": driver,
-        "power_limit": power,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cutlass_ops": cutlass_ops.__version__,
-    }
 
 
 def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:

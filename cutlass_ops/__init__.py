@@ -87,6 +87,10 @@ if TYPE_CHECKING:
     from cutlass_ops.run.registry import Registry
     from cutlass_ops.run.scaled import scaled_gemm
     from cutlass_ops.run.weights import prepare, prepare_layernorm
+    from cutlass_ops.tools.bench.benching import bench
+    from cutlass_ops.tools.bench.result import Benchmark
+    from cutlass_ops.tools.contract.predicting import contract
+    from cutlass_ops.tools.contract.result import Contract
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -144,6 +148,10 @@ _MODULES = {
     "run.scaled": ("scaled_gemm",),
     "run.traced": ("recompute",),
     "run.weights": ("prepare", "prepare_layernorm"),
+    "tools.bench.benching": ("bench",),
+    "tools.bench.result": ("Benchmark",),
+    "tools.contract.predicting": ("contract",),
+    "tools.contract.result": ("Contract",),
     "tools.explaining": ("Explanation", "explain"),
     "tuner.tuning": ("Effort", "tune"),
 }
@@ -154,12 +162,14 @@ _LATER["source"] = ("kinds.render", "render")
 _FOR_OTHERS = ("cupy", "jax")
 
 __all__ = [
+    "Benchmark",
     "Bundle",
     "BundleError",
     "ClusterShape",
     "Col",
     "CompileError",
     "ConfigError",
+    "Contract",
     "CutlassOpsError",
     "Effort",
     "Epilogue",
@@ -199,8 +209,10 @@ __all__ = [
     "Violation",
     "WarpShape",
     "__version__",
+    "bench",
     "build",
     "check",
+    "contract",
     "e",
     "epilogue",
     "explain",

@@ -1,6 +1,6 @@
 """Show progress: a bar on a terminal, a line per step elsewhere, or nothing.
 
-Only this module imports rich. Without it, a terminal gets lines too.
+Without rich, a terminal gets lines too.
 """
 
 from __future__ import annotations

@@ -461,6 +461,134 @@ def explain(
     _end(code)
 
 
+@app.command()
+def contract(
+    problems: Problems,
+    a: Annotated[
+        str, typer.Option(metavar="OPERAND", help="A (M, K): type and major, such as f16.row or bf16.row.align4.")
+    ] = "bf16.row",
+    b: Annotated[
+        str, typer.Option(metavar="OPERAND", help="B (K, N). A weight (N, K) passed as weight.t() is col.")
+    ] = "bf16.col",
+    arch: Annotated[
+        str | None,
+        typer.Option(help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90."),
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.")
+    ] = None,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MxNxK",
+            callback=_readable(spelling.problems_of),
+            help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
+        ),
+    ] = None,
+    num_warps: Annotated[int, typer.Option(min=1, help="num_warps of a Triton kernel.")] = 4,
+    num_stages: Annotated[int, typer.Option(min=1, help="num_stages of a Triton kernel.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
+
+    Exit code 1 if a condition of the fastest instruction is broken.
+    """
+    from cutlass_ops.tools import commands
+
+    code = commands.contract(
+        spelling.problems_of(problems), a, b, arch=arch, program=program, precision=precision,
+        block=None if block is None else spelling.problems_of(block)[0], num_warps=num_warps, num_stages=num_stages,
+        as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def profile(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come first."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
+    ] = "bf16",
+    kernels: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Only kernels whose name has this. Fewer take less time.")
+    ] = None,
+    launches: Annotated[int | None, typer.Option(min=1, help="Most launches to count.")] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Launches to skip first.")] = None,
+    counters: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Read this CSV of ncu, recorded elsewhere, and run nothing."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="GPU", help="With --csv: the GPU, for the roofline.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep ncu's CSV in this file.")] = None,
+    plot: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png. May be repeated.")
+    ] = None,
+    no_ncu: Annotated[bool, typer.Option("--no-ncu", help="Take times by torch.profiler only.")] = False,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Take no times by torch.profiler.")] = False,
+    timeout: Annotated[
+        float, typer.Option(callback=_readable(_require_time), help="Seconds until a run is ended.")
+    ] = 1800.0,
+    as_json: Json = False,
+) -> None:
+    """Count what the kernels of a program do, with Nsight Compute, and say what limits each.
+
+    Works with any PyTorch script. Exit code 4 if there are no counters: times by torch.profiler are printed then.
+    """
+    if no_ncu and no_trace:
+        raise typer.BadParameter("--no-ncu and --no-trace exclude each other: nothing would be measured")
+    if (target is None) == (counters is None):
+        raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
+    from cutlass_ops.tools import commands
+
+    code = commands.profile(
+        target, arguments or [], dtype=spelling.dtype_of(dtype), kernels=kernels, launches=launches, skip=skip,
+        counters=counters, device=device, save=save, plots=plot or [], ncu=not no_ncu, traced=not no_trace,
+        timeout=timeout, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command()
+def bench(
+    op: OpName,
+    problems: Problems,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Dtype of A and B: bf16 or f16.")
+    ] = "bf16",
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds that count. Default: 25.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one HTML page with plots to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time an op against cuBLASLt, eager PyTorch, torch.compile, Triton and quack on this GPU.
+
+    All are interleaved, in CUDA graphs and as single launches between other kernels.
+    """
+    from cutlass_ops.tools import commands
+
+    code = commands.bench(
+        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
+        spelling.major_of(b), against=against, rounds=rounds, out=out, html=html, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
 @app.command(name="list")
 def list_kernels(
     in_bundle: FromBundle = None,

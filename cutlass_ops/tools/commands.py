@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
@@ -32,16 +31,20 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.quantizing import Declaration
-from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
 from cutlass_ops.run.ops import graph_op
 from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
+from cutlass_ops.tools.bench import benching, rivals
+from cutlass_ops.tools.contract import predicting
 from cutlass_ops.tools.doctor import diagnose
 from cutlass_ops.tools.explaining import Explanation, explain_call
 from cutlass_ops.tools.inspection import KernelReport
 from cutlass_ops.tools.inspection import inspect as inspect_kernel
-from cutlass_ops.tuner import tuning
+from cutlass_ops.tools.profile import plotting, profiling
+from cutlass_ops.tools.workload import epilogue_named
+from cutlass_ops.tuner import comparing, tuning
 from cutlass_ops.tuner.tuning import Effort, Report
 
 # The device for `explain` if there is no GPU and none was named.
@@ -238,7 +241,7 @@ def tune(
     limits = Effort(**effort)
     report, began = Report(), time.monotonic()
     # One op is tuned for all dtypes at once. Norms have another op for each dtype.
-    ops = {dtype: _op(op, dtype) for dtype in dtypes}
+    ops = {dtype: epilogue_named(op, dtype) for dtype in dtypes}
     with _executor(executor) as pool:
         for each in dict.fromkeys(ops.values()):
             left = limits.seconds - (time.monotonic() - began) if report.tables else limits.seconds
@@ -297,13 +300,103 @@ def explain(
 def _explained(
     op: str, problem: Problem, dtype: str, a: Major, b: Major, batches: int | None, device: Device
 ) -> Explanation:
-    inputs, graph = spelling.INPUT_DTYPES.get(op), _op(op, dtype).graph
+    inputs, graph = spelling.INPUT_DTYPES.get(op), epilogue_named(op, dtype).graph
     form = DENSE if batches is None else BATCHED
     problem = _of_batches(problem, batches)
     call = call_at(graph, problem, dtype, a, b, input_dtypes=inputs, form=form)
     # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
     known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if batches else None
     return explain_call(op, call, device, known)
+
+
+def contract(
+    problems: Sequence[Problem],
+    a: str,
+    b: str,
+    *,
+    arch: str | None,
+    program: str | None,
+    precision: str | None,
+    block: Problem | None,
+    num_warps: int,
+    num_stages: int,
+    as_json: bool,
+) -> int:
+    """Print what problems will run on; 1 if one breaks a condition."""
+    tile = {} if block is None else {"block_m": block.m, "block_n": block.n, "block_k": block.k}
+    found = [
+        predicting.contract(
+            a, b, m=problem.m, n=problem.n, k=problem.k, arch=arch, program=program, precision=precision, **tile,
+            num_warps=num_warps, num_stages=num_stages,
+        )
+        for problem in problems
+    ]  # fmt: skip
+    _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)))
+    return 0 if all(each.kept for each in found) else 1
+
+
+def profile(
+    target: str | None,
+    arguments: list[str],
+    *,
+    dtype: str,
+    kernels: str | None,
+    launches: int | None,
+    skip: int | None,
+    counters: Path | None,
+    device: str | None,
+    save: Path | None,
+    plots: Sequence[Path],
+    ncu: bool,
+    traced: bool,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Print what a program's kernels do; 4 without counters."""
+    for path in plots:
+        plotting.require(path)
+    if counters is not None or target is None:
+        report, refusal = profiling.read(counters or Path(), device), None
+    else:
+        asked = profiling.Asked(target, tuple(arguments), dtype, kernels, launches, skip, ncu, traced, timeout)
+        report, refusal = profiling.run(asked, save)
+    for path in plots:
+        if report.chip is None or not report.points():
+            raise ConfigError(f"{path} was not drawn: a roofline needs counters of ncu, and a known GPU (--device)")
+        plotting.roofline(report.points(), report.chip, path)
+    value = report.to_json() | ({"refusal": refusal.why, "command": list(refusal.command)} if refusal else {})
+    _show(as_json, value, *report.lines(), *(["", str(refusal)] if refusal else []))
+    return 4 if refusal else 0
+
+
+def bench(
+    op: str,
+    problems: Sequence[Problem],
+    dtype: str,
+    a: Major,
+    b: Major,
+    *,
+    against: Sequence[str] | None,
+    rounds: int | None,
+    out: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Time an op against other ways, and print tables."""
+    for path in (out, html):
+        if path is not None:
+            writable.require_file(path)
+    found = benching.bench(
+        op, [p.extents for p in problems], dtype=dtype, a=a, b=b, against=against or rivals.NAMES,
+        rounds=comparing.ROUNDS if rounds is None else rounds,
+    )  # fmt: skip
+    value = found.to_json()
+    if out is not None:
+        out.write_text(json.dumps(value, indent=1) + "\n")
+    if html is not None:
+        html.write_text(found.html())
+    _show(as_json, value, *found.lines())
+    return 0
 
 
 def list_kernels(
@@ -360,14 +453,6 @@ def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | 
 def _show(as_json: bool, value: Any, *lines: str) -> None:
     for line in [json.dumps(value, indent=1)] if as_json else lines:
         print(line, flush=True)
-
-
-def _op(name: str, dtype: str) -> HasGraph:
-    """Return the epilogue of a named op or of an import path; modules of the working folder come first."""
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return shipping.graph_named(name, dtype)
 
 
 def _declarations(name: str) -> Sequence[Declaration]:

@@ -62,7 +62,7 @@ def test_every_public_object_has_an_example(name):
 
 
 # They need a GPU, a compiler or a bundle.
-SKIPPED = {"Bundle", "Kernel", "build", "explain", "load_bundle", "tune"}
+SKIPPED = {"Benchmark", "Bundle", "Kernel", "bench", "build", "explain", "load_bundle", "tune"}
 
 
 def test_few_examples_are_skipped():

@@ -15,9 +15,9 @@ from cutlass_ops.compilation.background import Background
 from cutlass_ops.run.registry import Registry
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-# Two need packages that are not installed.
+# Three need packages that are not installed.
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(cutlass_ops.__path__, "cutlass_ops.")
-           if not m.name.endswith(("__main__", "cutlass_ops.cupy", "cutlass_ops.jax"))]
+           if not m.name.endswith(("__main__", "cutlass_ops.cupy", "cutlass_ops.jax", "triton_gemm"))]
 OURS = {m.__name__ for m in MODULES}
 
 def followed(value):

@@ -1,0 +1,136 @@
+"""What the caller gave: two operands and a problem, from texts and sizes or from tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.tensor_cores import BITS, element
+
+_FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row' or 'f16.col.align4'"
+_TEXT = re.compile(r"(?P<dtype>[\w.]*?\w)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+# What the Tensor Cores make of FP32 in memory.
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One operand.
+
+    Attributes
+    ----------
+    dtype : str
+        Element type in memory.
+    major : str
+        ``"row"`` or ``"col"``.
+    line_bytes : int
+        Greatest power of two, up to 16, that divides the address of every line in bytes.
+    """
+
+    dtype: str
+    major: str
+    line_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an element."""
+        return BITS[self.dtype] // 8
+
+    @property
+    def aligned(self) -> bool:
+        """Whether TMA can address it."""
+        return self.line_bytes >= arch.TMA_ALIGNMENT_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.dtype}.{self.major}" + ("" if self.aligned else f".align{max(self.line_bytes // self.bytes, 1)}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The whole question: operands, problem, and how FP32 is multiplied.
+
+    Attributes
+    ----------
+    a, b : Given
+        Operands.
+    m, n, k : int
+        Extents.
+    precision : str
+        ``"ieee"``, ``"tf32"`` or ``"tf32x3"``: what becomes of FP32 operands.
+    """
+
+    a: Given
+    b: Given
+    m: int
+    n: int
+    k: int
+    precision: str = "ieee"
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """The types that are multiplied: FP32 is TF32 where the precision allows it."""
+        if (self.a.dtype, self.b.dtype) == ("f32", "f32") and self.precision != "ieee":
+            return "tf32", "tf32"
+        return self.a.dtype, self.b.dtype
+
+    @property
+    def products(self) -> int:
+        """How many Tensor Core products make one of the caller's."""
+        return 3 if self.precision == "tf32x3" and self.types[0] == "tf32" else 1
+
+    def extent_along(self, name: str) -> str:
+        """Return the extent along an operand's lines: ``"m"``, ``"n"`` or ``"k"``."""
+        if name == "a":
+            return "k" if self.a.major == "row" else "m"
+        return "n" if self.b.major == "row" else "k"
+
+
+def from_text(text: str, major: str, m: int, n: int, k: int, *, first: bool) -> Given:
+    """Read ``"bf16.row"``; lines are as long as the problem says, and the address is a multiple of 16 bytes.
+
+    Raises
+    ------
+    ValueError
+        If the text has another form, or names an unknown type.
+    """
+    match = _TEXT.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"operand {text!r} is not of the form {_FORM}")
+    dtype, major = element(match["dtype"]), match["major"] or major
+    given = Given("f32" if dtype in PRECISIONS else dtype, major, arch.TMA_ALIGNMENT_BYTES)
+    rows = (m, k) if first else (k, n)
+    lines = given.bytes * (rows[1] if major == "row" else rows[0])
+    declared = int(match["alignment"]) * given.bytes if match["alignment"] else arch.TMA_ALIGNMENT_BYTES
+    return replace(given, line_bytes=math.gcd(lines, declared, arch.TMA_ALIGNMENT_BYTES))
+
+
+def precision_of(text: str) -> str:
+    """Return what a text such as ``"tf32.row"`` says of the precision: ``"ieee"`` if it names another type."""
+    match = _TEXT.fullmatch(text.strip().lower())
+    named = element(match["dtype"]) if match else ""
+    return named if named in PRECISIONS else "ieee"
+
+
+def from_tensor(name: str, tensor: Any) -> Given:
+    """Read a matrix: type, major, and the alignment of its address and leading dimension.
+
+    Raises
+    ------
+    ValueError
+        If it is no matrix, has no contiguous dimension, or has an unknown type.
+    """
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: pass a matrix")
+    rows, columns = tensor.stride()
+    major = "row" if columns == 1 or tensor.shape[1] == 1 else "col" if rows == 1 or tensor.shape[0] == 1 else ""
+    if not major:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}: one must be 1, or no kernel reads it as it is. Call "
+            f"{name}.contiguous() first"
+        )
+    given = Given(element(tensor.dtype), major, arch.TMA_ALIGNMENT_BYTES)
+    ld = rows if major == "row" else columns
+    return replace(given, line_bytes=math.gcd(tensor.data_ptr(), ld * given.bytes, arch.TMA_ALIGNMENT_BYTES))

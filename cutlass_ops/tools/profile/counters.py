@@ -1,0 +1,217 @@
+"""Read the CSV of Nsight Compute: one record for each kernel.
+
+ncu writes two forms. ``--page raw`` has a column for each metric and a second line of units; the other pages have a
+line for each metric. Lines of ncu or of the program may come before. A metric that a chip lacks is empty or ``n/a``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+# What is asked of ncu. Sections have what the chip has; these metrics are on all chips since Volta.
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "Occupancy",
+    "WarpStateStats",
+    "LaunchStats",
+)
+TIME, TENSOR = "gpu__time_duration.sum", "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+BYTES = "dram__bytes.sum"
+METRICS = (TIME, TENSOR, BYTES)
+
+_PERCENT = r"\.avg\.pct_of_peak_sustained_(active|elapsed)"
+# By our name: the columns that may have it; the largest counts. Chips differ in how they divide their pipes.
+_PATTERNS = {
+    "tensor": rf"sm__(pipe_tensor\w*_cycles_active|inst_executed_pipe_tensor\w*){_PERCENT}",
+    "gmma": rf"sm__inst_executed_pipe_tensor_op_gmma{_PERCENT}",
+    "fma": rf"sm__(pipe_fma\w*_cycles_active|inst_executed_pipe_fma\w*){_PERCENT}",
+    "dram": r"(gpu__dram|dram)__?throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "l2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "l2_hits": r"lts__t_sector_hit_rate\.pct",
+    "occupancy": r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
+    "waves": r"launch__waves_per_multiprocessor",
+    "registers": r"launch__registers_per_thread",
+}
+_COMPILED = {name: re.compile(pattern) for name, pattern in _PATTERNS.items()}
+_STALL = re.compile(r"smsp__average_warps?_(?:issue_stalled|latency_issue_stalled)_(\w+?)(?:_per_issue_active)?\.ratio")
+# Into nanoseconds and bytes; ncu scales values unless --print-units base is given.
+_UNITS = {
+    "": 1.0, "%": 1.0, "ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9,
+    "second": 1e9, "byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The counters of one kernel, averaged over its launches by time.
+
+    Attributes
+    ----------
+    name : str
+        The kernel's name, without its parameters.
+    calls : int
+        Number of launches.
+    microseconds : float
+        Time of all launches together.
+    capability : tuple of int
+        Compute capability of the device.
+    tensor, fma, dram, l2 : float or None
+        Percent of the peak of the Tensor Core pipe, the FP32 pipe, device memory and the L2 cache; None if unknown.
+    l2_hits : float or None
+        Percent of accesses to the L2 cache that hit it.
+    occupancy : float or None
+        Resident warps in percent of the most that fit.
+    waves : float or None
+        Blocks in units of what the whole chip runs at the same time.
+    wgmma : bool or None
+        Whether the Tensor Core instructions were those of warpgroups; None if the chip does not say.
+    bytes : float or None
+        Bytes of device memory that one launch read and wrote.
+    registers : int or None
+        Registers of a thread.
+    stalls : mapping of str to float
+        Reasons for which warps waited, with the average number of cycles between two instructions of a warp.
+    """
+
+    name: str
+    calls: int
+    microseconds: float
+    capability: tuple[int, int]
+    tensor: float | None = None
+    fma: float | None = None
+    dram: float | None = None
+    l2: float | None = None
+    l2_hits: float | None = None
+    occupancy: float | None = None
+    waves: float | None = None
+    wgmma: bool | None = None
+    bytes: float | None = None
+    registers: int | None = None
+    stalls: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> bool:
+        """Whether it has hardware counters, not only a time."""
+        return self.tensor is not None or self.dram is not None
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Return the kernels of ncu's CSV, longest first.
+
+    Raises
+    ------
+    ValueError
+        If there is no table in the text.
+    """
+    launches = sorted(_launches(text), key=lambda launch: launch[0])
+    found = [_together(name, [metrics for _, metrics in group]) for name, group in groupby(launches, lambda x: x[0])]
+    return sorted(found, key=lambda kernel: -kernel.microseconds)
+
+
+def _launches(text: str) -> Iterator[tuple[str, Mapping[str, float]]]:
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise ValueError("no CSV of Nsight Compute in this text: its first column is ID. Use ncu --csv --page raw")
+    header, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
+    return _long(header, rows) if "Metric Name" in header else _wide(header, rows)
+
+
+def _wide(header: list[str], rows: list[list[str]]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Read ``--page raw``: the first row has units."""
+    if not rows:
+        return
+    units, *launches = rows
+    name, cc = header.index("Kernel Name"), header.index("CC") if "CC" in header else None
+    for row in launches:
+        values = {
+            metric: number
+            for metric, unit, value in zip(header, units, row, strict=False)
+            if (number := _number(value, unit)) is not None and "__" in metric
+        }
+        yield shortened(row[name]), values | _capability(row[cc] if cc is not None else "")
+
+
+def _long(header: list[str], rows: list[list[str]]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Read the other pages: a row for each metric of a launch."""
+    records = [dict(zip(header, row, strict=False)) for row in rows]
+    for _, group in groupby(records, key=lambda record: record.get("ID")):
+        mine = list(group)
+        values = {
+            r["Metric Name"]: number
+            for r in mine
+            if (number := _number(r.get("Metric Value", ""), r.get("Metric Unit", ""))) is not None
+        }
+        yield shortened(mine[0]["Kernel Name"]), values | _capability(mine[0].get("CC", ""))
+
+
+def _number(value: str, unit: str) -> float | None:
+    """Return a value in base units; None for ``n/a`` and texts."""
+    try:
+        return float(value.replace(",", "")) * _UNITS.get(unit.strip().lower(), 1.0)
+    except ValueError:
+        return None
+
+
+def _capability(text: str) -> dict[str, float]:
+    major, _, minor = text.partition(".")
+    return {"major": float(major), "minor": float(minor or 0)} if major.isdigit() else {}
+
+
+def shortened(name: str) -> str:
+    """Return a kernel's name without its parameters: those of a function come last, and templates may have some too."""
+    if not name.endswith(")"):
+        return name
+    depth = 0
+    for place in range(len(name) - 1, -1, -1):
+        depth += (name[place] == ")") - (name[place] == "(")
+        if depth == 0:
+            return name[:place].removeprefix("void ").strip() or name
+    return name
+
+
+def _together(name: str, launches: list[Mapping[str, float]]) -> Kernel:
+    times = [launch.get(TIME, 0.0) for launch in launches]
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [(v, max(t, 1e-9)) for v, t in zip(values, times, strict=True) if v is not None]
+        return sum(v * t for v, t in known) / sum(t for _, t in known) if known else None
+
+    def counted(which: str) -> float | None:
+        return mean(
+            max((v for metric, v in launch.items() if _COMPILED[which].fullmatch(metric)), default=None)
+            for launch in launches
+        )
+
+    stalls = sorted({match[1] for launch in launches for metric in launch if (match := _STALL.fullmatch(metric))})
+    cycles = {reason: mean(_stalled(launch, reason) for launch in launches) for reason in stalls}
+    gmma, registers = counted("gmma"), counted("registers")
+    # Where it is measured, the pipe's own cycles over the whole time are the number; instructions are a substitute.
+    tensor = mean(launch.get(TENSOR) for launch in launches)
+    return Kernel(
+        name,
+        len(launches),
+        sum(times) / 1e3,
+        (int(launches[0].get("major", 0)), int(launches[0].get("minor", 0))),
+        counted("tensor") if tensor is None else tensor,
+        counted("fma"),
+        counted("dram"),
+        counted("l2"),
+        counted("l2_hits"),
+        counted("occupancy"),
+        counted("waves"),
+        None if gmma is None else gmma > 0,
+        mean(launch.get(BYTES) for launch in launches),
+        None if registers is None else round(registers),
+        {reason: value for reason, value in cycles.items() if value},
+    )
+
+
+def _stalled(launch: Mapping[str, float], reason: str) -> float | None:
+    return next((v for metric, v in launch.items() if (m := _STALL.fullmatch(metric)) and m[1] == reason), None)

@@ -1,0 +1,143 @@
+"""From what a user asks to a report: which program runs, by which profilers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cutlass_ops.base.errors import ConfigError, NoDeviceError
+from cutlass_ops.declare import spelling
+from cutlass_ops.declare.chips import CHIPS
+from cutlass_ops.tools.profile import ncu
+from cutlass_ops.tools.profile.counters import kernels
+from cutlass_ops.tools.profile.ncu import Refusal, Request
+from cutlass_ops.tools.profile.report import Report, chip_of
+from cutlass_ops.tools.profile.tracing import trace
+
+# Launches of an op that are counted.
+_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to run and how.
+
+    Attributes
+    ----------
+    target : str
+        A script, or an op.
+    arguments : tuple of str
+        The script's arguments, or the op's problem.
+    dtype : str
+        Of an op: dtype of A and B.
+    kernels : str or None
+        Regular expression of kernels' names.
+    launches, skip : int or None
+        Launches to count, and to skip first.
+    ncu, traced : bool
+        Whether to run it under ncu, and under torch.profiler.
+    timeout : float
+        Seconds until a run is ended.
+    """
+
+    target: str
+    arguments: tuple[str, ...]
+    dtype: str = "bf16"
+    kernels: str | None = None
+    launches: int | None = None
+    skip: int | None = None
+    ncu: bool = True
+    traced: bool = True
+    timeout: float = 1800.0
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the target is a script, not an op."""
+        return self.target.endswith(".py") and ":" not in self.target
+
+    def program(self) -> tuple[str, ...]:
+        """Return what Python runs.
+
+        Raises
+        ------
+        ValueError
+            If the script is not there, the op is unknown, or its problem is missing.
+        """
+        if self.is_script:
+            if not Path(self.target).is_file():
+                raise ConfigError(f"{self.target} is not a file: give a Python script, or an op and MxNxK")
+            return (self.target, *self.arguments)
+        op = spelling.op_of(self.target)
+        late = [argument for argument in self.arguments if argument.startswith("-")]
+        if late:
+            raise ConfigError(f"{late[0]} comes after the op: options of profile come before what it runs")
+        problems = spelling.problems_of(self.arguments)
+        if len(problems) != 1:
+            raise ConfigError(f"profile runs an op at one problem, not at {len(problems)}: give one MxNxK")
+        return ("-m", "cutlass_ops.tools.workload", op, str(problems[0]), self.dtype, str(_CALLS))
+
+    def request(self, python: str) -> Request:
+        """Return what ncu runs, by this Python: of an op, only the marked launches count."""
+        program = (python, *self.program())
+        return Request(program, not self.is_script, self.launches, self.skip, self.kernels)
+
+
+def run(asked: Asked, save: Path | None = None) -> tuple[Report, Refusal | None]:
+    """Run a program under the profilers; return a report, and why it has no counters if it has none.
+
+    Parameters
+    ----------
+    asked : Asked
+        The program.
+    save : Path, optional
+        Where to keep ncu's CSV.
+
+    Raises
+    ------
+    ValueError
+        If there is no such program.
+    NoDeviceError
+        If there is no GPU. The message has ncu's command line, to run on a machine that has one.
+    MeasuringError, TimeoutError
+        If the program fails or takes too long.
+    """
+    if not torch.cuda.is_available():
+        here = Refusal("there is no CUDA device here", asked.request("python").command("ncu", "counters.csv"))
+        raise NoDeviceError(f"{here}\non a machine with a GPU, and here: cutlass-ops profile --csv counters.csv")
+    request = asked.request(sys.executable)
+    chip = torch.cuda.get_device_properties(0).name
+    counted = ncu.count(request, asked.timeout) if asked.ncu else None
+    if isinstance(counted, str) and save is not None:
+        save.write_text(counted)
+    times = trace(asked.program(), asked.timeout) if asked.traced or not isinstance(counted, str) else []
+    refusal = counted if isinstance(counted, Refusal) else None
+    if isinstance(counted, str):
+        found = kernels(counted)
+        return Report(tuple(found), "ncu", {k.name: k.microseconds for k in times}, chip_of(found, _known(chip))), None
+    return Report(tuple(times), "torch.profiler", {}, chip_of(times, _known(chip))), refusal
+
+
+def read(path: Path, device: str | None = None) -> Report:
+    """Return the report of ncu's CSV that was recorded elsewhere.
+
+    Parameters
+    ----------
+    path : Path
+        The CSV.
+    device : str, optional
+        The GPU, for the roofline. Default: the usual one of the compute capability that the CSV names.
+
+    Raises
+    ------
+    ValueError
+        If it is no CSV of ncu, or the GPU is unknown.
+    """
+    found = kernels(path.read_text(errors="replace"))
+    return Report(tuple(found), "ncu", {}, chip_of(found, device))
+
+
+def _known(name: str) -> str | None:
+    return name if name in CHIPS else None

@@ -1,0 +1,43 @@
+"""``bench``."""
+
+import json
+
+import pytest
+from test_bench import Clock
+
+from cutlass_ops.tools.bench import benching
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine whose times are known."""
+    monkeypatch.setattr(benching, "Device", Clock)
+    monkeypatch.setattr(benching.torch.cuda, "is_available", lambda: True)
+
+
+def test_tables_json_and_page(kit, gpu, run, tmp_path):
+    out, page = tmp_path / "r.json", tmp_path / "r.html"
+    code, said, _ = run(
+        *("bench", "gemm_bias_relu", "16x48x32", "--against", "eager", "--against", "cublaslt"),
+        *("--out", out, "--html", page),
+    )
+    assert code == 0
+    assert "single launches between other kernels:" in said
+    assert json.loads(out.read_text())["geomean"]["graph"] == {"eager": 1.25, "cublaslt": 0.9}
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_json(kit, gpu, run):
+    code, said, _ = run("bench", "gemm", "16x48x32", "--against", "eager", "--dtype", "f16", "--json")
+    assert (code, json.loads(said)["dtype"]) == (0, "f16")
+
+
+def test_without_a_gpu(kit, run):
+    code, _, err = run("bench", "gemm", "16x48x32")
+    assert (code, "run it on a machine with a GPU" in err) == (4, True)
+
+
+def test_a_folder_that_is_not_there_is_known_before_anything_is_timed(kit, gpu, run, tmp_path):
+    code, _, err = run("bench", "gemm", "16x48x32", "--out", tmp_path / "no" / "r.json")
+    assert code == 1
+    assert "no" in err

@@ -1,0 +1,31 @@
+"""``contract``."""
+
+import json
+
+import cutlass_ops as co
+
+
+def test_the_command_prints_what_the_function_returns(kit, run):
+    code, out, _ = run("contract", "4096x4096x4096,4100", "--arch", "sm_90")
+    found = [co.contract("bf16", "bf16", m=4096, n=4096, k=k, arch="sm_90") for k in (4096, 4100)]
+    assert (code, out) == (1, "\n\n".join(map(str, found)) + "\n")
+    code, out, _ = run("contract", "4096x4096x4096", "--json")
+    assert (code, json.loads(out)) == (0, [found[0].to_json()])
+
+
+def test_a_triton_kernel(kit, run):
+    code, out, _ = run(
+        *("contract", "4096x4096x4096", "--a", "f16", "--b", "f16", "--arch", "sm_90"),
+        *("--block", "32x128x64", "--num-warps", "2", "--num-stages", "4"),
+    )
+    assert code == 1
+    assert "runs      mma.sync m16n8k16 (HMMA in machine code), at most 63%" in out
+    assert "-> num_warps=4" in out
+    assert "-> BLOCK_M=64" in out
+
+
+def test_wrong_values(kit, run):
+    code, _, err = run("contract", "4096x4096x4096", "--arch", "sm_55")
+    assert (code, err.startswith("error: architecture 'sm_55' is not known")) == (1, True)
+    code, _, err = run("contract", "4096x4096", "--block", "128x128")
+    assert code == 2

@@ -1,0 +1,69 @@
+"""``profile``."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_profile import HEALTHY, raw
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def csv(tmp_path):
+    path = tmp_path / "counters.csv"
+    path.write_text(raw(HEALTHY))
+    return path
+
+
+def test_counters_of_another_machine(kit, run, csv):
+    code, out, _ = run("profile", "--csv", csv)
+    assert code == 0
+    assert "81%" in out
+    assert "healthy" in out
+    code, out, _ = run("profile", "--csv", csv, "--device", "H200", "--json")
+    assert (code, json.loads(out)["chip"]) == (0, "NVIDIA H200")
+
+
+def test_the_roofline(kit, run, csv, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _, _ = run("profile", "--csv", csv, "--plot", tmp_path / "r.svg", "--plot", tmp_path / "r.png")
+    assert code == 0
+    assert (tmp_path / "r.svg").stat().st_size > 1000
+    assert (tmp_path / "r.png").stat().st_size > 1000
+    code, _, err = run("profile", "--csv", csv, "--plot", tmp_path / "r.pdf")
+    assert (code, "is not .svg or .png" in err) == (1, True)
+
+
+def test_without_a_gpu(kit, run):
+    code, _, err = run("profile", "gemm", "512x512x512")
+    assert code == 4
+    assert "ncu --csv --page raw" in err
+
+
+@pytest.mark.parametrize("args", [(), ("--csv", "x.csv", "gemm"), ("--no-ncu", "--no-trace", "gemm", "64x64x64")])
+def test_wrong_usage(kit, run, args):
+    assert run("profile", *args)[0] == 2
+
+
+def test_a_script_gets_its_own_options(kit, run, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    code, _, err = run("profile", "--launches", "3", script, "--json", "--dtype", "f64")
+    assert code == 4
+    assert "--launch-count 3" in err
+    assert err.splitlines()[2].endswith(f"{script} --json --dtype f64")
+
+
+@pytest.mark.slow
+def test_without_matplotlib_the_extra_is_named():
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from pathlib import Path\n"
+        "from cutlass_ops.tools.profile import plotting\n"
+        "plotting.require(Path('r.svg'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert "pip install 'cutlass_ops[plot]'" in done.stderr

@@ -1,0 +1,353 @@
+"""Nsight Compute's CSV, what counters say of a kernel, the report, and machines where ncu cannot count."""
+
+import json
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from cutlass_ops.base.errors import ConfigError, MeasuringError, NoDeviceError
+from cutlass_ops.declare.chips import CHIPS
+from cutlass_ops.tools.profile import counters, ncu, plotting, profiling, report, tracing
+from cutlass_ops.tools.profile.counters import Kernel
+from cutlass_ops.tools.profile.diagnosis import diagnose
+from cutlass_ops.tools.profile.ncu import Refusal, Request
+
+H100 = CHIPS["NVIDIA H100 80GB HBM3"]
+PERCENT = "avg.pct_of_peak_sustained"
+COLUMNS = {
+    "gpu__time_duration.sum": "ns",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "%",
+    f"sm__inst_executed_pipe_tensor_op_gmma.{PERCENT}_active": "%",
+    f"sm__inst_executed_pipe_tensor_op_hmma.{PERCENT}_active": "%",
+    f"sm__inst_executed_pipe_fma.{PERCENT}_active": "%",
+    f"sm__inst_executed_pipe_fmaheavy.{PERCENT}_active": "%",
+    f"gpu__dram_throughput.{PERCENT}_elapsed": "%",
+    f"lts__throughput.{PERCENT}_elapsed": "%",
+    "lts__t_sector_hit_rate.pct": "%",
+    f"sm__warps_active.{PERCENT}_active": "%",
+    "launch__waves_per_multiprocessor": "",
+    "launch__registers_per_thread": "register/thread",
+    "dram__bytes.sum": "byte",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "inst",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "inst",
+}
+GEMM = "void cutlass::device_kernel<Kernel<(int)1, f(int)>>(Kernel<(int)1>::Params)"
+
+
+def raw(*launches, columns=COLUMNS):
+    """Return a CSV as `ncu --csv --page raw` writes it: progress, names, units, a line for each launch."""
+
+    def row(*cells):
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    fixed = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size",
+             "Grid Size", "Device", "CC")  # fmt: skip
+    lines = ["==PROF== Connected to process 4711", '==PROF== Profiling "kernel" - 0: 0%....100% - 9 passes']
+    lines += [row(*fixed, *columns), row(*[""] * len(fixed), *columns.values())]
+    for i, (name, *values) in enumerate(launches):
+        start = (i, 4711, "python3.11", "127.0.0.1", name, 1, 7, "(384, 1, 1)", "(132, 1, 1)", 0, "9.0")
+        lines.append(row(*start, *values))
+    return "\n".join([*lines, "==PROF== Disconnected from process 4711", ""])
+
+
+HEALTHY = (GEMM, "150,000.00", "81.25", "70", "0", "1.5", "2.5", "20", "35", "85.5", "18.7", "1.94", "168",
+           "100,000,000", "3.25", "0.75")  # fmt: skip
+
+
+def test_a_raw_page_is_read():
+    (kernel,) = counters.kernels(raw(HEALTHY))
+    assert kernel == Kernel(
+        "cutlass::device_kernel<Kernel<(int)1, f(int)>>", 1, 150.0, (9, 0), tensor=81.25, fma=2.5, dram=20.0, l2=35.0,
+        l2_hits=85.5, occupancy=18.7, waves=1.94, wgmma=True, bytes=1e8, registers=168,
+        stalls={"barrier": 0.75, "long_scoreboard": 3.25},
+    )  # fmt: skip
+
+
+def test_launches_of_a_kernel_are_averaged_by_time_and_the_longest_kernel_is_first():
+    long = (GEMM, "300000", "40", *HEALTHY[3:])
+    other = ("void at::native::add(int)", "900000", "0", *["n/a"] * 13)
+    found = counters.kernels(raw(HEALTHY, other, long))
+    assert [(k.calls, k.microseconds) for k in found] == [(1, 900.0), (2, 450.0)]
+    assert found[1].tensor == pytest.approx((81.25 * 150 + 40 * 300) / 450)
+    assert (found[0].name, found[0].fma, found[0].wgmma) == ("at::native::add", None, None)
+
+
+def test_a_chip_without_the_metric_of_the_pipe_gives_that_of_its_instructions():
+    columns = {name: unit for name, unit in COLUMNS.items() if "cycles_active" not in name}
+    (kernel,) = counters.kernels(raw((HEALTHY[0], HEALTHY[1], *HEALTHY[3:]), columns=columns))
+    assert kernel.tensor == 70.0
+
+
+def test_a_page_of_lines_is_read_with_its_units():
+    start = '"0","4711","python3","host","gemv(float *)","1","7","(256, 1, 1)","(58, 1, 1)","0","8.6"'
+    header = (
+        '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+        '"Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
+    )
+    lines = [
+        f'{start},"Command line profiler metrics","gpu__time_duration.sum","usecond","1,041.28"',
+        f'{start},"Command line profiler metrics","dram__bytes.sum","Mbyte","2.5"',
+        f'{start},"Command line profiler metrics","dram__throughput.{PERCENT}_elapsed","%","71.4"',
+        f'{start},"Command line profiler metrics","sm__pipe_tensor_cycles_active.{PERCENT}_elapsed","","n/a"',
+    ]
+    (kernel,) = counters.kernels("\n".join([header, *lines]))
+    assert (kernel.name, kernel.capability, kernel.tensor) == ("gemv", (8, 6), None)
+    assert (kernel.microseconds, kernel.bytes, kernel.dram) == (pytest.approx(1041.28), 2.5e6, 71.4)
+
+
+@pytest.mark.parametrize("text", ["", "==ERROR== ERR_NVGPUCTRPERM", '"Kernel","Time"\n"a","1"'])
+def test_a_text_without_a_table_is_refused(text):
+    with pytest.raises(ValueError, match="ncu --csv --page raw"):
+        counters.kernels(text)
+
+
+@pytest.mark.parametrize("name", ["plain", "f(int)", "void f<(bool)1>(g<h(int)>)", "broken)", "(a)"])
+def test_names_lose_their_parameters_only(name):
+    assert counters.shortened(name) == {"f(int)": "f", "void f<(bool)1>(g<h(int)>)": "f<(bool)1>"}.get(name, name)
+
+
+# ---- Diagnoses ------------------------------------------------------------------------------------------------------
+
+BUSY = Kernel("k", 1, 150.0, (9, 0), tensor=81.0, fma=2.0, dram=20.0, l2=35.0, wgmma=True, waves=3.9)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "says", "advice"),
+    [
+        (BUSY, "healthy", "81% busy", "nothing"),
+        (replace(BUSY, tensor=5.0, dram=88.0), "memory-bound", "the wrong metric", "move fewer bytes"),
+        (replace(BUSY, tensor=70.0, dram=65.0), "healthy", "70% busy", "nothing"),
+        (replace(BUSY, tensor=0.0, fma=80.0), "cuda-cores", "FP32 pipe is 80% busy", "ask co.contract"),
+        (replace(BUSY, tensor=62.0, wgmma=False), "mma.sync", "62% busy by mma.sync", "what wgmma needs"),
+        (replace(BUSY, tensor=62.0, wgmma=False, capability=(8, 0)), "healthy", "62% busy", "nothing"),
+        (replace(BUSY, tensor=30.0, waves=1.05), "edges", "1.05 waves of blocks: on average 52%", "stream-K"),
+        (replace(BUSY, tensor=30.0, waves=0.5), "edges", "on average 50%", "split K"),
+        (replace(BUSY, tensor=3.0, microseconds=9.0, calls=3), "short", "3.0 us a launch", "CUDA graph"),
+        (replace(BUSY, tensor=30.0, stalls={"gmma": 6.0, "wait": 2.0}), "waiting", "Tensor Cores 30%", "75% of their"),
+        (replace(BUSY, tensor=30.0), "waiting", "nothing is busy", "source page"),
+        (replace(BUSY, tensor=1.0, stalls={"tex_throttle": 1.0}), "waiting", "nothing is busy", "for tex throttle"),
+        (Kernel("k", 2, 30.0, (9, 0)), "time only", "15.0 us a launch", "ncu"),
+    ],
+)
+def test_what_counters_say(kernel, name, says, advice):
+    found = diagnose(kernel)
+    assert (found.name, says in found.says, advice in found.advice) == (name, True, True), found
+
+
+# ---- The report -----------------------------------------------------------------------------------------------------
+
+
+def _report(*kernels, traced=None):
+    return report.Report(kernels or (BUSY,), "ncu", traced or {}, H100)
+
+
+def test_the_table_has_a_line_for_each_kernel_and_advice_below():
+    lines = _report(BUSY, replace(BUSY, name="x" * 99, tensor=0.0, fma=80.0), traced={"k": 140.0}).lines(styled=False)
+    assert lines[0].split() == [
+        *("kernel", "calls", "us", "us", "traced", "time", "Tensor", "FMA", "DRAM", "L2", "occupancy"),
+        *("waits", "for", "diagnosis"),
+    ]
+    assert lines[1].split() == ["k", "1", "150.0", "140.0", "50%", "81%", "2%", "20%", "35%", "healthy"]
+    assert lines[2].startswith("x" * 55 + "…  ")
+    assert "  -> nothing, unless a smaller type will do" in lines
+
+
+def test_a_terminal_gets_the_same_cells_drawn():
+    drawn = "\n".join(_report(replace(BUSY, name="void f[with T = int]")).lines(styled=True))
+    assert "\x1b[" in drawn
+    assert "void f[with T = int]" in drawn
+
+
+def test_many_kernels_are_cut():
+    lines = _report(*(replace(BUSY, name=f"k{i}") for i in range(30))).lines(styled=False)
+    assert "and 10 more: see --json" in lines
+
+
+def test_a_point_is_where_the_busiest_pipe_and_the_bytes_put_it():
+    kernel = replace(BUSY, tensor=50.0, bytes=1e8, calls=2, microseconds=300.0)
+    point = report.point(kernel, H100)
+    assert point.tflops == pytest.approx(989.4 / 2)
+    assert point.intensity == pytest.approx(989.4 / 2 * 1e12 * 150e-6 / 1e8)
+    # 128 FP32 lanes of a multiprocessor, of 2048 multiply-adds of its Tensor Cores.
+    assert report.point(replace(kernel, tensor=0.0, fma=100.0), H100).tflops == pytest.approx(989.4 / 16)
+    assert report.point(replace(kernel, bytes=None), H100) is None
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_roofline_is_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    found = _report(*(replace(BUSY, name=f"kernel{i}", bytes=1e7 * (i + 1)) for i in range(14)))
+    path = tmp_path / f"roofline{suffix}"
+    plotting.require(path)
+    plotting.roofline(found.points(), H100, path)
+    if suffix == ".png":
+        assert path.read_bytes().startswith(b"\x89PNG")
+    else:
+        ElementTree.parse(path)
+        text = path.read_text()
+        assert all(f"<!-- {i} kernel{i - 1} -->" in text for i in range(1, 13))
+        assert "<!-- Tensor Cores, 16 bits: 989 TFLOP/s -->" in text
+
+
+def test_other_pictures_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"roofline.pdf is not .svg or .png"):
+        plotting.require(tmp_path / "roofline.pdf")
+
+
+# ---- ncu ------------------------------------------------------------------------------------------------------------
+
+REQUEST = Request(("python", "train.py", "--steps", "3"), launches=5, skip=2, kernels="gemm|mma")
+
+
+def test_the_command_asks_for_what_the_reader_reads():
+    command = REQUEST.command("ncu", "out.csv")
+    assert command[-4:] == REQUEST.program
+    text = " ".join(command)
+    for part in (
+        "--csv --page raw --print-units base",
+        "--clock-control none",
+        "--launch-skip 2 --launch-count 5 --kernel-name regex:gemm|mma --log-file out.csv python",
+        "gpu__time_duration.sum,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,dram__bytes.sum",
+    ):
+        assert part in text
+    assert "--profile-from-start off" in " ".join(Request(("x",), marked=True).command("ncu", None))
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "said", "why"),
+    [
+        (
+            *(1, "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance", ""),
+            "NVreg_RestrictProfilingToAdminUsers=0",
+        ),
+        (9, "==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "", "ncu does not work on this machine"),
+        (0, "==WARNING== No kernels were profiled.", "", "check --kernels"),
+        (1, "==PROF== Connected", "Traceback\nValueError: no such layer", "ValueError: no such layer"),
+    ],
+)
+def test_where_there_are_no_counters_it_says_why_and_the_command(status, text, said, why):
+    found = ncu.judged(REQUEST, "/usr/bin/ncu", status, text, said)
+    assert isinstance(found, Refusal)
+    assert why in found.why
+    assert str(found).splitlines()[-1].startswith("  /usr/bin/ncu --csv ")
+    assert "'regex:gemm|mma'" in str(found)  # as a shell takes it
+    assert str(found).endswith("--log-file counters.csv python train.py --steps 3")
+
+
+def test_counters_count_even_if_the_program_fails_afterwards():
+    assert ncu.judged(REQUEST, "ncu", 1, raw(HEALTHY), "") == raw(HEALTHY)
+
+
+FAKE = """#!{python}
+import sys
+log = sys.argv[sys.argv.index("--log-file") + 1]
+open(log, "w").write(open({csv!r}).read())
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine that says it has an H100."""
+
+    class Properties:
+        name = H100.name
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+
+
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    def install(text):
+        (tmp_path / "recorded.csv").write_text(text)
+        program = tmp_path / "ncu"
+        program.write_text(FAKE.format(python=sys.executable, csv=str(tmp_path / "recorded.csv")))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    return install
+
+
+def test_a_script_is_counted_and_its_csv_kept(tmp_path, gpu, fake_ncu):
+    fake_ncu(raw(HEALTHY))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = profiling.Asked(str(script), (), traced=False)
+    found, refusal = profiling.run(asked, tmp_path / "kept.csv")
+    assert (found.source, found.chip, refusal) == ("ncu", H100, None)
+    assert [k.microseconds for k in found.kernels] == [150.0]
+    assert profiling.read(tmp_path / "kept.csv").kernels == found.kernels
+
+
+def test_without_permission_times_are_taken_by_pytorch(tmp_path, gpu, fake_ncu, monkeypatch):
+    fake_ncu("==ERROR== ERR_NVGPUCTRPERM")
+    monkeypatch.setattr(profiling, "trace", lambda program, timeout: [Kernel("k", 2, 30.0, (9, 0))])
+    script = tmp_path / "train.py"
+    script.write_text("")
+    found, refusal = profiling.run(profiling.Asked(str(script), ()))
+    assert (found.source, [d.name for d in found.diagnoses]) == ("torch.profiler", ["time only"])
+    assert "--cap-add=SYS_ADMIN" in refusal.why
+
+
+def test_without_ncu_it_says_where_it_comes_from(gpu, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(ncu, "_PLACES", ())
+    assert "comes with the CUDA toolkit" in ncu.count(REQUEST, 10).why
+
+
+def test_an_op_is_run_between_marks():
+    request = profiling.Asked("gemm_bias_relu", ("512x1024x256",), "f16").request("python")
+    assert request.marked
+    assert request.program[1:] == ("-m", "cutlass_ops.tools.workload", "gemm_bias_relu", "512x1024x256", "f16", "3")
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "says"),
+    [
+        ("no.py", (), "no.py is not a file"),
+        ("gem", ("512x512x512",), "is not the name of an op"),
+        ("gemm", (), "is not a problem size"),
+        ("gemm", ("512x512x512", "--json"), "--json comes after the op"),
+        ("gemm", ("512x512x512", "64x64x64"), "at one problem, not at 2"),
+    ],
+)
+def test_wrong_targets(target, arguments, says):
+    with pytest.raises(ConfigError, match=says):
+        profiling.Asked(target, arguments).program()
+
+
+def test_without_a_gpu_it_says_what_to_run_elsewhere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoDeviceError) as caught:
+        profiling.run(profiling.Asked("gemm", ("512x512x512",)))
+    assert "python -m cutlass_ops.tools.workload gemm 512x512x512 bf16 3" in str(caught.value)
+    assert str(caught.value).endswith("cutlass-ops profile --csv counters.csv")
+
+
+# ---- torch.profiler -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_script_is_traced_as_python_would_run_it(tmp_path):
+    (tmp_path / "beside.py").write_text("steps = 3")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, beside\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--steps', '3'] and beside.steps == 3\n"
+        "torch.ones(8, 8) @ torch.ones(8, 8)\n"
+        "sys.exit(0)\n"
+    )
+    assert tracing.trace([str(script), "--steps", "3"], 120) == []  # no GPU, so no kernels
+    script.write_text("raise ValueError('no such layer')")
+    with pytest.raises(MeasuringError, match="no such layer"):
+        tracing.trace([str(script)], 120)
+
+
+def test_the_reports_json_has_numbers_and_diagnoses():
+    found = json.loads(json.dumps(_report(traced={"k": 140.0}).to_json()))
+    assert (found["source"], found["chip"]) == ("ncu", H100.name)
+    (kernel,) = found["kernels"]
+    assert (kernel["tensor"], kernel["traced_microseconds"], kernel["diagnosis"]["name"]) == (81.0, 140.0, "healthy")
