@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.compilation.background import Background
 
 CALLS, ROUNDS = 200, 41
 DEVICE = "cuda"
@@ -311,11 +310,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
-    Background.current().close()
+    environment = harness.begin()
     with torch.no_grad():
-        # All compilers at once, and no kernel stands in for another.
-        os.environ["CUTLASS_OPS_STAND_IN"] = "0"
         asked = forms()
         kernels = [lambda problem=problem: Calls.at(*problem) for problem in PROBLEMS.values()]
         harness.side_by_side([*kernels, *(form.ours for form in asked.values())])
@@ -323,7 +319,7 @@ def main() -> None:
         every = [form_row(name, form) for name, form in asked.items()]
         met = new_rows()
     memory = json.loads(subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, check=True).stdout)
-    head = {**harness.environment(), "processor": processor(), "processors": len(os.sched_getaffinity(0))}
+    head = {**environment, "processor": processor(), "processors": len(os.sched_getaffinity(0))}
     harness.save(args.out, {**head, "host_memory_mib": round(memory, 1), "new_rows": met, "rows": rows, "forms": every})
     print(args.out.read_text())
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.base import env
 from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -73,8 +74,12 @@ def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
 
 
 def begin() -> dict[str, Any]:
-    """Have calls wait for the kernels that they choose, so that no stand-in is timed; return :func:`environment`."""
+    """Have calls wait for the kernels that they choose, so that no stand-in is timed; return :func:`environment`.
+
+    Nothing is compiled in the background: that would take processors from the kernels that are waited for.
+    """
     os.environ[env.STAND_IN.name] = "0"
+    Background.current().close()
     return environment()
 
 

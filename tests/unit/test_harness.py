@@ -3,6 +3,7 @@
 import pytest
 from fake_toolkit import sm80_spec
 
+from cutlass_ops.base import env
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.tuner import comparing
@@ -40,3 +41,16 @@ def test_nothing_is_compiled_in_the_background_of_what_is_timed(monkeypatch):
         found = HARNESS.time_interleaved({"ours": timed, "peer": timed}, 10.0, rounds=3)
     assert built == [sm80_spec(2)]
     assert found["ours"].rounds == (1.001,) * 3
+
+
+def test_nothing_is_compiled_in_the_background_of_kernels_that_a_benchmark_waits_for(monkeypatch):
+    built = []
+    background = Background(Session(), lambda spec, cancel: built.append(spec))
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "1")  # so that what begin() sets does not stay
+    monkeypatch.setattr(HARNESS, "environment", lambda: {"chip": "none"})
+    with Session({Background: background}).active():
+        assert HARNESS.begin() == {"chip": "none"}
+    background.add([sm80_spec(2)])
+    background.wait()
+    assert built == []
+    assert not env.stand_in()
