@@ -43,6 +43,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.arrays import Extents, Floats
 from cutlass_ops.kinds.gemv import space as gemv
 from cutlass_ops.kinds.sm80 import space as sm80
+from cutlass_ops.kinds.sm90 import space as sm90
 from cutlass_ops.kinds.small import space as small
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -391,7 +392,7 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
         known = (*mine, *_borrowed(own, signature, device))
         # Times depend on the operands' majors: prefer kernels from tables with the same majors.
         alike = [t for t in known if t.signature.majors == signature.majors]
-        pool = [c for table in alike or known for c in table.kernels]
+        pool = [*(c for table in alike or known for c in table.kernels), *sm90.untuned(signature)]
         # With few rows, reading misaligned operands directly is faster than copying them for TMA.
         if signature.form == BATCHED:
             pool += small.UNTUNED

@@ -9,22 +9,24 @@ from tests.scripts import script
 from tests.unit.signatures import H100
 
 FP8, QUANTIZE, BATCHED, GROUPED = map(script, ("bench_fp8", "bench_quantize", "bench_batched", "bench_grouped"))
-CASES = {
-    FP8: [("rows", (16, 6144, 4096)), ("blocks", (4096, 6144, 4096))],
-    QUANTIZE: [(64, 1024, 512)],
-    BATCHED: [*product(("small", "large"), BATCHED.EPILOGUES)],
-    GROUPED: [(GROUPED.Case(8, 64, "zipf"), "none"), (GROUPED.Case(64, 8192, "zipf"), "none")],
+GROUPS = [(GROUPED.Case(8, 64, "zipf"), "none"), (GROUPED.Case(64, 8192, "zipf"), "none")]
+CALLS = {
+    "fp8": (FP8, [("rows", (16, 6144, 4096)), ("blocks", (4096, 6144, 4096))]),
+    "quantize": (QUANTIZE, [(64, 1024, 512)]),
+    "batched": (BATCHED, [*product(("small", "large"), BATCHED.EPILOGUES)]),
+    **{f"grouped {form}": (GROUPED, GROUPS, form) for form in ("rows", "wgrad", "fp8")},
 }
 
 
 @pytest.mark.usefixtures("session")
-@pytest.mark.parametrize("bench", CASES, ids=lambda bench: bench.__name__)
-def test_kernels_are_compiled_before_the_first_case(monkeypatch, bench):
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_are_compiled_before_the_first_case(monkeypatch, name):
+    bench, *arguments = CALLS[name]
     compiled = []
     for module in (bench, bench.harness):
         monkeypatch.setattr(module, "device_of", lambda _: H100, raising=False)
         monkeypatch.setattr(module, "build_many", compiled.extend, raising=False)
-    bench.build_ahead(CASES[bench])
+    bench.build_ahead(*arguments)
     assert len(compiled) == len(set(compiled)) >= 2
     for spec in compiled:
         assert legality.check(spec) == ()

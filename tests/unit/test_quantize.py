@@ -11,7 +11,7 @@ from signatures import A100, H100
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f32
 from cutlass_ops.base.errors import ConfigError, EpilogueError, MissingKernelError, UnsupportedError
-from cutlass_ops.choose import dispatch
+from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.quantizing import QuantizeSpec, declaration_from_json
 from cutlass_ops.epilogue.graph import Graph
@@ -462,6 +462,16 @@ def test_every_number_of_rows_is_served_on_hopper(epilogue, dtype):
             assert kernel.config.wgmma
             assert not kernel.config.swap_ab
         assert not can_fall_back(call)
+
+
+@pytest.mark.parametrize(("epilogue", "columns"), [(swiglu, 256), (biased, 128)])
+def test_few_kernels_of_tables_quantise_so_others_are_chosen_from_as_well(epilogue, columns):
+    call = call_at(epilogue.graph, Problem(4096, 14336, 4096), "e4m3", "row", "col")
+    pool = policies.policy(signature_of(call, H100), H100).kernels
+    for schedule, rows in (("pingpong", 64), ("cooperative", 128)):
+        tile = co.ThreadblockShape(rows, columns, 128)
+        clusters = {c.cluster for c in pool if (c.schedule, c.threadblock, c.swap_ab) == (schedule, tile, False)}
+        assert len(clusters) >= 6
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(("row", "col"), repeat=2)))

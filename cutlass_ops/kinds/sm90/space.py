@@ -38,6 +38,22 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
     return (replace(c, means=means, realign=signature.realigns) for c in of for means in ways)
 
 
+def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
+    """Return configurations for a signature of which few kernels of other signatures' tables are legal.
+
+    That is one whose D is quantised: a warpgroup then has 128 columns of D, and tables hardly have such tiles for
+    several products. In a pingpong kernel, one warpgroup's long epilogue overlaps with the other's main loop.
+    """
+    if signature.epilogue.quantized is None:
+        return ()
+    n, k = BLOCK_K * (1 + len(signature.epilogue.products)), _USUAL_K_BYTES // signature.a.dtype.bytes
+    clusters = [ClusterShape(*each) for each in _CLUSTERS]
+    return (
+        *(Sm90Config(ThreadblockShape(64, n, k), each, schedule="pingpong") for each in clusters),
+        *(Sm90Config(ThreadblockShape(128, n, k), each, schedule="cooperative") for each in clusters),
+    )
+
+
 def _all(element_bytes: int) -> Iterator[Sm90Config]:
     tiles_k = [k // element_bytes for k in _TILES_K_BYTES]
     for schedule, rows in _TILES_M.items():
