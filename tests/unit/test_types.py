@@ -342,6 +342,21 @@ def test_sums_of_int8_are_exact_and_rounded_to_fp32_once():
     assert co.gemm(padded[0], padded[1].t(), out_dtype=torch.float32).item() == 2**24
 
 
+@co.epilogue
+def dequantised(acc, column_sums: co.Row, zero_point: co.Scalar, scale_x: co.Scalar, scale_weight: co.Row):
+    return (acc - zero_point * column_sums) * (scale_x * scale_weight)
+
+
+def test_sums_of_columns_subtract_a_zero_point():
+    weight, scale_weight = torch.randint(-128, 128, (16, 48), dtype=torch.int8), torch.rand(16) + 0.5
+    x, zero_point, scale_x = torch.randint(-128, 128, (24, 48), dtype=torch.int8), -37.0, 0.25
+    given = {"zero_point": zero_point, "scale_x": scale_x, "scale_weight": scale_weight}
+    sums = weight.sum(1, dtype=torch.int32).float()
+    found = co.gemm(x, weight.t(), epilogue=dequantised, column_sums=sums, out_dtype=torch.float32, **given)
+    values = (x.double() - zero_point) * scale_x
+    torch.testing.assert_close(found.double(), values @ (weight.double() * scale_weight[:, None].double()).t())
+
+
 def test_scales_dequantise_int8():
     scale_x, scale_y, bias = torch.rand(24), torch.rand(40), torch.randn(40)
     wanted = (X.double() @ Y.t().double()) * scale_x[:, None] * scale_y + bias
