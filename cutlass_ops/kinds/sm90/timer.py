@@ -68,7 +68,7 @@ class Sm90Timer:
     def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for what is no part of a plain GEMM.
 
-        That is means of A's rows, copies of operands, stores of single elements of D, and sums that are added up in FP32.
+        That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
         """
         extents = Extents.of(problems)
         # Only means depend on how long the product takes.
