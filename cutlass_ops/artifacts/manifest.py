@@ -320,6 +320,8 @@ def _group(data: object) -> Group:
     if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
         raise ConfigError("an operand is aligned to at least one element")
     mma = mma_of(signature.a.dtype, signature.b.dtype)
+    if signature.a.promoted != signature.b.promoted or signature.d.promoted:
+        raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")
     blocks = (signature.a.scaling, signature.b.scaling)
     if signature.d.scaling or (blocks != (None, None) and (mma is None or not mma.scales(blocks))):
         raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")

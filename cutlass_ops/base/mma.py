@@ -130,9 +130,12 @@ MMAS: tuple[MmaSpec, ...] = (
 # Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
 
-# What the Tensor Cores make of FP32 operands, by the name that a call gives.
-Math = Literal["tf32", "3xtf32"]
+# What the Tensor Cores make of FP32 operands, by the name that a call gives; and how sums of FP8 products are added up.
+Math = Literal["tf32", "3xtf32", "fast", "promoted"]
 MATHS: dict[Math, DType] = {"tf32": tf32, "3xtf32": tf32x3}
+
+# Of FP8 operands: by the Tensor Core alone, or in FP32 every BLOCK_K of K.
+ACCUMULATIONS: tuple[Math, ...] = ("fast", "promoted")
 
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 

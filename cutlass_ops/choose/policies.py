@@ -613,7 +613,7 @@ def _later(
 def _kind(signature: OpSignature) -> tuple[object, ...]:
     """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
-    own = traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.blocks
+    own = traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.promotes
     return *own, signature.form
 
 

@@ -65,6 +65,11 @@ class OpSignature:
         """Whether A or B must be copied before TMA can read it."""
         return not (self.a.aligned and self.b.aligned)
 
+    @property
+    def promoted(self) -> bool:
+        """Whether sums of products are added up in FP32 every 128 of K: as asked for, or to apply scales of blocks."""
+        return self.a.promoted or bool(self.epilogue.block_scales)
+
     def spec(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
         """Return the kernel that serves this signature with a configuration."""
         return KernelSpec(

@@ -27,11 +27,11 @@ Major = Literal["row", "col"]
 # Compiled when they are first needed, as re does with texts.
 _OPERAND = (
     r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?"
-    r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?"
+    r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?(?P<promoted>\.promoted)?"
 )
 _INTEGERS = tuple(t.name for t in INTEGERS)
 _MAJOR = r"\.(row|col)"
-_FORM = "DTYPE[.row|.col][.alignN][.blocksRxC], such as 'bf16.row'"
+_FORM = "DTYPE[.row|.col][.alignN][.blocksRxC][.promoted], such as 'bf16.row'"
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,6 +50,9 @@ class Operand:
     scaling : tuple of (int, int), optional
         Rows and columns of the blocks of elements that share one FP32 scale, which the main loop applies; none by
         default. A scale of the whole tensor, of a row or of a column is an input of the epilogue instead.
+    promoted : bool
+        Whether sums of products with it must be added up in FP32 every 128 of K. A and B of FP8 have it both or not at
+        all. Scales of blocks imply it.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class Operand:
     major: Major
     alignment: int
     scaling: tuple[int, int] | None = None
+    promoted: bool = False
 
     def __post_init__(self) -> None:
         given = (self.dtype, self.major, self.alignment)
@@ -104,7 +108,7 @@ class Operand:
         element = dtype(match["dtype"], (*DECLARED, *INTEGERS) if match["dtype"] in _INTEGERS else DECLARED)
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         scaling = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
-        return cls(element, cast(Major, match["major"] or "row"), alignment, scaling)
+        return cls(element, cast(Major, match["major"] or "row"), alignment, scaling, bool(match["promoted"]))
 
     @property
     def aligned(self) -> bool:
@@ -115,11 +119,12 @@ class Operand:
     def transposed(self) -> Operand:
         """The same memory seen as the transposed matrix."""
         scaling = None if self.scaling is None else (self.scaling[1], self.scaling[0])
-        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment, scaling)
+        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment, scaling, self.promoted)
 
     def __str__(self) -> str:
         tail = "" if self.aligned else f".align{self.alignment}"
         tail += "" if self.scaling is None else ".blocks{}x{}".format(*self.scaling)
+        tail += ".promoted" if self.promoted else ""
         return f"{self.dtype}.{self.major}{tail}"
 
     def __repr__(self) -> str:

@@ -153,6 +153,14 @@ def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
             f"the epilogue has scales of blocks, {' and '.join(scales)}, which kernels of this kind do not apply",
             advice="use an Sm90Config with accumulation='promoted'",
         )
+    if spec.a.promoted != spec.b.promoted:
+        yield f"a is {spec.a} and b is {spec.b}: use '.promoted' for both or for neither"
+    if spec.a.promoted and not (spec.a.dtype in FP8 and spec.b.dtype in FP8):
+        yield f"a is {spec.a} and b is {spec.b}: '.promoted' is of FP8 operands, so leave it out"
+    if spec.a.promoted and blocks:
+        yield f"a is {spec.a}, and scales of blocks imply '.promoted': leave it out"
+    if spec.d.promoted:
+        yield f"d is {spec.d}: '.promoted' is of a and b only, so leave it out"
     if spec.d.scaling is not None:
         yield f"d is {spec.d}: only a and b have blocks with scales; use one without"
 

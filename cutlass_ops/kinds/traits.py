@@ -37,8 +37,8 @@ class Traits:
         Whether D is aligned to one element only, so that each element is stored by itself.
     gathers : bool
         Whether the epilogue uses means of A's rows.
-    blocks : bool
-        Whether blocks of A and of B have scales.
+    promotes : bool
+        Whether sums of products are added up in FP32 every 128 of K.
     grouped : bool
         Whether rows belong to groups, whose tiles have one order.
     rate : float
@@ -54,7 +54,7 @@ class Traits:
     weights: int = 1
     scatters: bool = False
     gathers: bool = False
-    blocks: bool = False
+    promotes: bool = False
     grouped: bool = False
     rate: float = 1.0
     ragged_k: bool = False
@@ -71,7 +71,7 @@ class Traits:
             weights=1 + len(signature.epilogue.products),
             scatters=signature.d.alignment == 1,
             gathers=bool(signature.epilogue.gathered),
-            blocks=bool(signature.epilogue.block_scales),
+            promotes=signature.promoted,
             grouped=signature.form == GROUPED,
             rate=1.0 if mma is None else mma.rate,
             ragged_k=signature.form == RAGGED_K,

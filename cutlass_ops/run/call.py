@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
+from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, f64, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
@@ -233,7 +233,8 @@ def check_call(
     offsets : Tensor, optional
         Where groups end, if there are any.
     math : str, optional
-        What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`.
+        What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`. Or how sums of FP8
+        products are added up: one of :data:`cutlass_ops.base.mma.ACCUMULATIONS`.
     form : Form
         Of what they are groups, if there are any: see ``declare/form.py``.
 
@@ -446,6 +447,30 @@ def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
 
+# The greatest K of which sums are `fast` by default. benchmarks/bench_fp8.py on an H200, with BF16 results of K = 4096:
+# `fast` has an error of 0.0021, and torch._scaled_mm(use_fast_accum=False) one of 0.00166, most of it the rounding.
+# If the square of the rest grows as K does, the whole is 10% more than without it from about K = 1400 on.
+_FAST_K = 1024
+
+
+def accumulation(call: Call) -> tuple[mma.Math | None, str]:
+    """Return how a call's sums of FP8 products are added up, and why. None for other operands."""
+    of_a, of_b = call.arguments.types
+    if not (of_a in FP8 and of_b in FP8):
+        return None, ""
+    if call.graph.block_scales:
+        return "promoted", "scales of blocks are applied as sums are added up"
+    if call.arguments.math is not None:
+        return call.arguments.math, f"math={call.arguments.math!r}"
+    if call.arguments.form.operands:
+        return "fast", "groups have no other"
+    if element_type("out", call.outputs[0]) in FP8:
+        return "fast", "rounding D to FP8 takes far more than that"
+    if call.problem.k <= _FAST_K:
+        return "fast", f"K is at most {_FAST_K}"
+    return "promoted", f"K is more than {_FAST_K}, of which math='fast' would add more than a tenth to the error"
+
+
 @without_modes()
 def signature_of(call: Call, device: Device) -> OpSignature:
     """Return the operand types of kernels that can serve a call.
@@ -466,6 +491,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
     scalar = f64 if type_a is f64 else f32
+    promoted = not graph.block_scales and accumulation(call)[0] == "promoted"
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = matrices.matrix(name, tensor, element_type(name, tensor))
@@ -487,6 +513,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         return Operand(element_type(name, value), "row", 1)
 
     load_a, load_b = (a.operand, b.operand) if by_tma else _alike((a.for_vector_access(), b.for_vector_access()))
+    load_a, load_b = replace(load_a, promoted=promoted), replace(load_b, promoted=promoted)
     d, *others = _alike(
         (
             tile("out", call.outputs[0], is_output=True),
@@ -511,5 +538,5 @@ def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tup
     tiles = is_tile or [True] * len(found)
     lowest = min((t.alignment for t, tile in zip(found, tiles, strict=True) if tile and not t.aligned), default=0)
     return tuple(
-        Operand(t.dtype, t.major, lowest) if tile and not t.aligned else t for t, tile in zip(found, tiles, strict=True)
+        replace(t, alignment=lowest) if tile and not t.aligned else t for t, tile in zip(found, tiles, strict=True)
     )

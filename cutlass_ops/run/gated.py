@@ -101,8 +101,9 @@ def gemm_swiglu(
         Where to write the result, or the results by name.
     out_dtype : torch.dtype, optional
         The result's dtype; by default that of x, and BF16 for FP8.
-    math : {"tf32", "3xtf32"}, optional
-        What the Tensor Cores make of FP32 operands, as for :func:`cutlass_ops.gemm`. A norm then needs `rstd`.
+    math : {"tf32", "3xtf32", "fast", "promoted"}, optional
+        What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up, as for
+        :func:`cutlass_ops.gemm`. A norm then needs `rstd`.
 
     Returns
     -------

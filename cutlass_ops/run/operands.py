@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
     spread, copied : tuple of str
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     math : str or None
-        What the Tensor Cores make of FP32.
+        What the Tensor Cores make of FP32, or how sums of FP8 products are added up.
     """
 
     problem: Problem
@@ -150,10 +150,12 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
     """
     found = element_type(name, tensor, _MULTIPLIED)
     if found is not f32:
-        if math is not None:
+        if math in mma.MATHS:
             raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is of torch.float32 operands: omit math")
+        if math is not None and found not in FP8:
+            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is of FP8 operands: omit math")
         return found
-    if math is None:
+    if math is None or math in mma.ACCUMULATIONS:
         raise TypeError(
             f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
             "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
@@ -189,6 +191,11 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
             "compute it before, and pass it as a Col, or as rstd= where a function takes that"
+        )
+    if graph.block_scales and math == "fast":
+        raise TypeError(
+            f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
+            "are added up in FP32: omit math"
         )
     if graph.block_scales and not found.scalings:
         raise TypeError(

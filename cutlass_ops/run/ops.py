@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.base.errors import UnsupportedError
-from cutlass_ops.base.mma import MATHS, Math
+from cutlass_ops.base.mma import ACCUMULATIONS, MATHS, Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, doubles
@@ -68,7 +68,8 @@ class Op(Warm):
         What makes this op again in another process, a key of ``traced.MAKERS``, and its argument. The default rebuilds
         an op from its epilogue.
     math : str, optional
-        What the Tensor Cores make of FP32 operands. The default takes none.
+        What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up. The default takes no FP32
+        operands, and chooses the latter by K.
     called : mapping of str to str, optional
         What a function that calls this op calls its arguments, for messages.
     """
@@ -370,15 +371,18 @@ def op_of_graph(graph: Graph, math: Math | None = None) -> Op:
 
 @traced.remembered
 def op_in_math(op: str, math: Math) -> Op:
-    """Return the op that multiplies FP32 operands in a type, for the string that names another in programs.
+    """Return the op that multiplies FP32 or FP8 operands in a way, for the string that names another in programs.
 
     Raises
     ------
     TypeError
-        If there is no such type, or the op has one already.
+        If there is no such way, or the op has one already.
     """
-    if math not in MATHS:
-        raise TypeError(f"math is {math!r}: use {' or '.join(map(repr, MATHS))}")
+    if math not in MATHS and math not in ACCUMULATIONS:
+        raise TypeError(
+            f"math is {math!r}: use {' or '.join(map(repr, MATHS))} for torch.float32 operands, "
+            f"{' or '.join(map(repr, ACCUMULATIONS))} for FP8"
+        )
     found = traced.find(op)
     assert isinstance(found, Op)
     if found.math is not None:
@@ -454,10 +458,12 @@ def gemm(
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
         and INT8. Of FP64 operands it is FP64.
-    math : {"tf32", "3xtf32"}, optional
+    math : {"tf32", "3xtf32", "fast", "promoted"}, optional
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
         10 bits of fraction, ``"3xtf32"`` splits each into two such numbers and adds three products up, at a third of
-        the speed or less. Of no other operands.
+        the speed or less. Of FP8 operands, how sums are added up: ``"fast"`` by the Tensor Cores alone, or
+        ``"promoted"`` in FP32 every 128 of K. By default it is ``"promoted"`` for K above 1024, unless D is FP8. Of no
+        other operands.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
         ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before

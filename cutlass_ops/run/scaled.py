@@ -79,8 +79,9 @@ def scaled_gemm(
         Where to write the outputs.
     out_dtype : torch.dtype, optional
         D's dtype; by default BF16 for FP8, and that of a otherwise. FP8 saturates; its scale is an input of `epilogue`.
-    math : {"tf32", "3xtf32"}, optional
-        What the Tensor Cores make of FP32 operands, as for :func:`cutlass_ops.gemm`.
+    math : {"tf32", "3xtf32", "fast", "promoted"}, optional
+        What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up, as for
+        :func:`cutlass_ops.gemm`.
     **inputs
         The epilogue's inputs by name.
 

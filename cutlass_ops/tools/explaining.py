@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
-from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
+from cutlass_ops.run.call import Call, accumulation, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.requests import requested
@@ -289,6 +290,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         why,
         (
             *_contract(signature, device, ranked[0].config),
+            *_accumulation(call),
             *_means(signature, ranked[0].config),
             *_groups(problem, call.arguments.form),
             *origin,
@@ -393,6 +395,13 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
         Finding("d", f"{signature.d}, stored {stored or usual}"),
         Finding("unit", f"{instruction}{reason}"),
     )
+
+
+def _accumulation(call: Call) -> Iterator[Finding]:
+    """Yield how sums of FP8 products are added up, and why."""
+    found, why = accumulation(call)
+    if found is not None:
+        yield Finding("accumulation", f"{found}: {why}")
 
 
 def _sums(signature: OpSignature) -> str:

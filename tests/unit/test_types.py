@@ -139,7 +139,10 @@ REFUSED = {
     "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
     "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
     "BF16": (lambda: co.gemm(A.bfloat16(), W.bfloat16().t(), math="tf32"), "^a is .*, and math='tf32' is of torch.fl"),
-    "another math": (lambda: co.gemm(A, W.t(), math="fp32"), "^math is 'fp32': use 'tf32' or '3xtf32'$"),
+    "another math": (
+        lambda: co.gemm(A, W.t(), math="fp32"),
+        "^math is 'fp32': use 'tf32' or '3xtf32' for torch.float32 operands, 'fast' ",
+    ),
     "twice": (lambda: co.gemm_bias.in_math("tf32")(A, W.t(), BIAS, math="tf32"), "and gemm_bias has math 'tf32'"),
     "means": (lambda: co.gemm(A, W.t(), epilogue=centred, math="tf32"), "takes mean_of_a of its rows, as of 16 bits"),
     "groups": (

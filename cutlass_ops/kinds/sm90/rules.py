@@ -195,6 +195,12 @@ def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.accumulation == "fast":
+        if spec.a.promoted:
+            yield Broken(
+                f"accumulation is 'fast', and a is {spec.a}, whose products are added up in FP32",
+                tuple({"accumulation": "promoted", **more} for more in ({}, *_WHOLE_STEPS)),
+                "use a smaller threadblock",
+            )
         if spec.epilogue.block_scales:
             yield Broken(
                 f"accumulation is 'fast', and {' and '.join(spec.epilogue.block_scales)} are scales of blocks, which "

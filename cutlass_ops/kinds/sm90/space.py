@@ -33,7 +33,7 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
     """Yield all combinations of schedule, tile, cluster, orientation and K splitting, with the most stages that fit."""
     ways = get_args(Means) if signature.epilogue.gathered else ("gathered",)
     of = _all(signature.a.dtype.bytes)
-    if signature.epilogue.block_scales:
+    if signature.promoted:
         of = (replace(c, accumulation="promoted") for c in of if c.threadblock.k == BLOCK_K and c.split_k == 1)
     return (replace(c, means=means, realign=signature.realigns) for c in of for means in ways)
 
@@ -92,10 +92,13 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
 
     Those of several GEMMs, and of integers, do not split K. Substitutes copy operands that TMA cannot read, compute
     means of A's rows in another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel.
-    With scales of blocks they add up each step's sums, for which a tile may take two warpgroups.
+    Promoted ones, as with scales of blocks, add up each step's sums, for which a tile may take two warpgroups.
     """
-    if signature.epilogue.block_scales:
-        config = replace(config, accumulation="promoted", threadblock=replace(config.threadblock, k=BLOCK_K))
+    if signature.promoted:
+        if signature.form != DENSE:
+            config = replace(config, scheduler="persistent")
+        config = replace(config, accumulation="promoted", split_k=1)
+        config = replace(config, threadblock=replace(config.threadblock, k=BLOCK_K))
         yield config
         yield replace(config, schedule="cooperative")
         return

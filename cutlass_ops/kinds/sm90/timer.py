@@ -68,7 +68,7 @@ class Sm90Timer:
     def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for what is no part of a plain GEMM.
 
-        That is means of A's rows, copies of operands, stores of single elements of D, and scales of blocks.
+        That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
         """
         extents = Extents.of(problems)
         # Only means depend on how long the product takes.
@@ -81,7 +81,7 @@ class Sm90Timer:
         found = realigning(traits, extents) * self.copies
         if traits.scatters:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
-        if traits.blocks:
+        if traits.promotes:
             found = found + model.promoting(self.batch, extents, model.costs_of(device))
         if not traits.gathers:
             return found

@@ -1,0 +1,65 @@
+"""How sums of FP8 products are added up: by name, by K, and in the kernels that are chosen."""
+
+import pytest
+import torch
+from signatures import H100
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import signature_from_json, signature_to_json
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.run.call import accumulation, call_at, signature_of
+from cutlass_ops.tools.explaining import explain_call
+
+E4M3 = torch.float8_e4m3fn
+X, W = (torch.randn(rows, 32).to(E4M3) for rows in (8, 16))
+
+pytestmark = pytest.mark.usefixtures("session")
+
+
+def call(k, math=None, graph=builtin.identity.graph, **named):
+    found = call_at(graph, Problem(256, 512, k), named.pop("dtype", "e4m3"), "row", "col", **named)
+    return found._replace(arguments=found.arguments._replace(math=math))
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (call(1024), "fast"),
+        (call(1040), "promoted"),
+        (call(4096, out_dtype=torch.float32), "promoted"),
+        (call(4096, out_dtype=E4M3), "fast"),
+        (call(4096, "fast"), "fast"),
+        (call(128, "promoted"), "promoted"),
+        (call(128, graph=composed.scaled_blocks.graph), "promoted"),
+        (call(4096, dtype="bf16"), None),
+    ],
+)
+def test_the_choice_reaches_every_kernel(made, wanted):
+    assert accumulation(made)[0] == wanted
+    signature = signature_of(made, H100)
+    decision = dispatch.decide(signature, H100, made.problem)
+    assert {spec.config.accumulation for spec in decision.specs if spec.config.wgmma} == {wanted or "fast"}
+    assert ("promoted: " in str(explain_call("gemm", made, H100))) == (wanted == "promoted")
+    assert signature_from_json(signature_to_json(signature)) == signature
+    assert str(signature.a).endswith(".promoted") == (wanted == "promoted" and signature.a.scaling is None)
+
+
+def test_names_are_those_of_ops_and_compiled_functions():
+    wanted = co.gemm(X, W.t())
+    for name in ("fast", "promoted"):
+        assert torch.equal(co.gemm(X, W.t(), math=name), wanted)
+        compiled = torch.compile(lambda a, b, n=name: co.scaled_gemm(a, b, 1.0, 1.0, math=n), backend="eager")
+        assert torch.equal(compiled(X, W.t()), wanted)
+    assert co.gemm_bias.in_math("fast").about != co.gemm_bias.in_math("promoted").about
+
+
+def test_what_is_refused_says_what_to_do():
+    with pytest.raises(TypeError, match="math='promoted' is of FP8 operands: omit math"):
+        co.gemm(X.bfloat16(), W.bfloat16().t(), math="promoted")
+    with pytest.raises(TypeError, match="pass math='tf32'"):
+        co.gemm(X.float(), W.float().t(), math="fast")
+    scales = {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 1)}
+    with pytest.raises(TypeError, match=r"math is 'fast', .* omit math"):
+        co.gemm(X, W.t(), epilogue=composed.scaled_blocks, **scales, math="fast")
