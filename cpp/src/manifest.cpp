@@ -128,8 +128,10 @@ std::string identifier(Json& json, char const* what) {
   return name;
 }
 
+constexpr std::string_view kPromoted = ".promoted";  // A and B of FP8, whose sums are added up in FP32
+
 // An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. Indices and seeds have
-// one type, `whole`, which nothing else has. Of A and B, `blocks` may share scales.
+// one type, `whole`, which nothing else has. Of A and B, `blocks` may share scales, and sums may be added up in FP32.
 std::string operand(Json& json, char const* what, bool is_matrix, std::string_view whole = "",
                     std::initializer_list<std::string_view> blocks = {}) {
   std::string const found = json.text(what);
@@ -150,12 +152,14 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
                      : take("e4m3") || take("e5m2") || take("i8") ? 16
                                                                   : 0;
   bool good = widest > 0;
+  auto const drop = [&](std::string_view tail) {
+    bool const is = widest == 16 && rest.size() >= tail.size() && rest.substr(rest.size() - tail.size()) == tail;
+    if (is) rest.remove_suffix(tail.size());
+    return is;
+  };
+  if (blocks.size() != 0) drop(kPromoted);
   for (std::string_view each : blocks) {
-    bool const ends = rest.size() >= each.size() && rest.substr(rest.size() - each.size()) == each;
-    if (widest == 16 && ends) {
-      rest.remove_suffix(each.size());
-      break;
-    }
+    if (drop(each)) break;
   }
   good = good && (take(".row") || (is_matrix && take(".col")));
   if (good && take(".align")) {
@@ -550,6 +554,8 @@ Manifest::Declaration signature(Json& json, Signature& found) {
     bool const blocks = found.operands[i].type.find(".blocks") != std::string::npos;
     if (blocks != scaled) throw json.error("operands have blocks, or the epilogue has scales of them, and not both");
   }
+  auto const promoted = [&](size_t i) { return found.operands[i].type.find(kPromoted) != std::string::npos; };
+  if (promoted(0) != promoted(1)) throw json.error("sums with one operand are added up in FP32, and with the other they are not");
   std::vector<Named> further;
   for (size_t i = 1; i < epilogue.outputs.size(); ++i) {
     Output const& output = epilogue.outputs[i];

@@ -71,6 +71,11 @@ def test_it_lists_what_is_there(probe, bundle, keys, contents):
         "out e4m3.row",
         "d_scale f32.row.align1",
         *(f"{record.key} {record.spec.target}" for record in contents[0].groups[4].kernels),
+        "d = acc",
+        "a e4m3.row.promoted",
+        "b e5m2.col.promoted",
+        "out f16.row",
+        *(f"{record.key} {record.spec.target}" for record in contents[0].groups[5].kernels),
     ]
 
 
@@ -112,7 +117,7 @@ def test_a_kernel_is_mapped_once(probe, bundle, keys):
     assert probe("load", bundle, key[:9], key) == (0, "mapped\n" + 2 * "loaded, workspace 123145\n")
 
 
-@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "9 kernels")])
+@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "10 kernels")])
 def test_a_key_that_names_no_kernel_is_said(probe, bundle, key, found):
     code, out = probe("load", bundle, key)
     assert (code, out.splitlines()) == (

@@ -47,6 +47,8 @@ MORE = (
         "e4m3.row.align12",
         "e4m3.row.align16",
         "e4m3.row.blocks1x128",
+        "e4m3.row.promoted",
+        "e5m2.col.align8.promoted",
         "f64.row",
         "f64.col.align1",
         "f64.row.align4",

@@ -80,6 +80,12 @@ def placed(acc, lambda_: co.Tile, seed: co.Integer):
 
 
 @co.epilogue
+def plain(acc):
+    """The sums, which are added up in FP32."""
+    return acc
+
+
+@co.epilogue
 def quantised(acc):
     """Scales of D's blocks."""
     return co.e.quantize(co.relu(acc), "e4m3")
@@ -104,6 +110,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         [KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=placed, config=PINGPONG)],
         [KernelSpec(**blocks, d="bf16.row", epilogue=composed.scaled_blocks, config=PROMOTED)],
         [KernelSpec(a="bf16.row", b="bf16.col", d="e4m3.row", epilogue=quantised, config=PINGPONG)],
+        [KernelSpec(a="e4m3.row.promoted", b="e5m2.col.promoted", d="f16.row", epilogue=plain, config=PROMOTED)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})
     flags = {target: {"device": ("-O3", f"-arch={target}"), "host": (), "link": ('-Wl,"x"',)} for target in targets}
