@@ -5,11 +5,13 @@
     python benchmarks/bench_fp8.py --resume /tmp/blocks.json --out /tmp/all.json    # only missing rows
 
 Scales: one of each tensor ("tensor"), one for each row of A and column of B ("rows"), 1x128 blocks of A with 128x128
-of B ("blocks") or with 1x128 of B ("blocks_1d"). Operands are e4m3, D is BF16.
+of B ("blocks") or with 1x128 of B ("blocks_1d"). Operands are e4m3, D is BF16. Sums are "fast" or "promoted", as
+``math`` of scaled_gemm has it; with scales of blocks they are promoted. Fast ones are compared with both ways of
+torch._scaled_mm, promoted ones with that without fast accumulation, whose accuracy they have.
 
-Each row: {"scales", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer", "ratio_to_best_peer", "ratio_range",
-"tflops", "error", "peers_error": {name: error}, "absent": {name: why}, "kernel"}. Errors are relative, of sampled
-rows, against float64. A peer without such scales is absent, with the reason.
+Each row: {"scales", "sums", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer", "ratio_to_best_peer",
+"ratio_range", "tflops", "error", "peers_error": {name: error}, "absent": {name: why}, "kernel"}. Errors are relative,
+of sampled rows, against float64. A peer without such scales is absent, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
-from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.base.mma import BLOCK_K, Math
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run import reference, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -38,6 +40,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 SQUARES = (512, 1024, 2048, 4096, 8192)
 SCALES = ("tensor", "rows", "blocks", "blocks_1d")
+SUMS: tuple[Math, ...] = ("fast", "promoted")
+# How much larger our error may be than that of the peer that adds up in the same way.
+_ALLOWED = {"fast": 2.0, "promoted": 1.1}
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SAMPLED = 64
 
@@ -88,10 +93,19 @@ def draw(scales: str, m: int, n: int, k: int, device: str = "cuda") -> Inputs:
     return Inputs(a, w.t(), scale_a, scale_b, torch.empty(m, n, device=device, dtype=torch.bfloat16))
 
 
-def build_ahead(cases: Iterable[tuple[str, tuple[int, int, int]]]) -> None:
+def sums_of(scales: str) -> tuple[Math, ...]:
+    """Return the ways in which sums of products with such scales are added up."""
+    return ("promoted",) if scales.startswith("blocks") else SUMS
+
+
+def request(x: Inputs, sums: Math) -> requests.Request:
+    """Return the op that a user's call is, and its arguments."""
+    return requests.requested(co.scaled_gemm, x.a, x.b, x.scale_a, x.scale_b, math=sums)
+
+
+def build_ahead(cases: Iterable[tuple[str, Math, tuple[int, int, int]]]) -> None:
     """Compile what the cases need, as many kernels at a time as there are processors."""
-    drawn = (draw(scales, *problem, "meta") for scales, problem in cases)
-    calls = (requests.requested(co.scaled_gemm, x.a, x.b, x.scale_a, x.scale_b) for x in drawn)
+    calls = (request(draw(scales, *problem, "meta"), sums) for scales, sums, problem in cases)
     harness.build_ahead((call.op, call.arguments) for call in calls)
 
 
@@ -106,8 +120,8 @@ def exact(scales: str, x: Inputs, rows: Tensor) -> Tensor:
     return a @ x.b.double() * scale_a * scale_b
 
 
-def peers(scales: str) -> Mapping[str, Callable[[Inputs], Tensor]]:
-    """Return the peers that may know such scales, by name, each as a function that returns D."""
+def peers(scales: str, sums: Math) -> Mapping[str, Callable[[Inputs], Tensor]]:
+    """Return the peers that may know such scales and sums, by name, each as a function that returns D."""
 
     def scaled_mm(x: Inputs, *, fast: bool) -> Tensor:
         scale_a, scale_b = x.scale_a, x.scale_b
@@ -120,7 +134,7 @@ def peers(scales: str) -> Mapping[str, Callable[[Inputs], Tensor]]:
         return torch._scaled_mm(x.a, x.b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     found: dict[str, Callable[[Inputs], Tensor]] = {"scaled_mm": lambda x: scaled_mm(x, fast=False)}
-    if not scales.startswith("blocks"):
+    if sums == "fast":
         found["scaled_mm_fast"] = lambda x: scaled_mm(x, fast=True)
     try:
         deep_gemm = import_module("deep_gemm") if scales == "blocks" else None
@@ -141,13 +155,13 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str, Any]:
+def run_case(scales: str, sums: Math, m: int, n: int, k: int, names: list[str]) -> dict[str, Any]:
     """Check and time one case.
 
     Raises
     ------
     AssertionError
-        If our result is wrong, or more than twice as far from float64 as the best peer's.
+        If our result is wrong, or much farther from float64 than that of the peer that adds up in the same way.
     """
     problem = Problem(m, n, k)
     sets = [draw(scales, m, n, k) for _ in range(rotation(problem.bytes(1, 1, 2)))]
@@ -155,19 +169,19 @@ def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str,
     rows = torch.randint(m, (_SAMPLED,), device="cuda")
     wanted = exact(scales, first, rows)
     first.out.fill_(float("nan"))
-    co.scaled_gemm(first.a, first.b, first.scale_a, first.scale_b, out=first.out)
+    co.scaled_gemm(first.a, first.b, first.scale_a, first.scale_b, out=first.out, math=sums)
     ours_error = error(first.out[rows], wanted)
-    op, arguments, _ = requests.requested(co.scaled_gemm, first.a, first.b, first.scale_a, first.scale_b)
+    op, arguments, _ = request(first, sums)
     kernel = op.plan(*arguments).spec.config.slug
 
     def ours(index: int) -> object:
         x = sets[index % len(sets)]
-        return co.scaled_gemm(x.a, x.b, x.scale_a, x.scale_b, out=x.out)
+        return co.scaled_gemm(x.a, x.b, x.scale_a, x.scale_b, out=x.out, math=sums)
 
     variants: dict[str, Callable[[int], object]] = {"ours": ours}
     errors: dict[str, float] = {}
     absent: dict[str, str] = {}
-    for name, function in peers(scales).items():
+    for name, function in peers(scales, sums).items():
         if name not in names:
             continue
         try:
@@ -176,14 +190,15 @@ def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str,
             absent[name] = str(reason).partition("\n")[0][:200]
             continue
         variants[name] = lambda index, f=function: f(sets[index % len(sets)])
-    # A BF16 result is at least as far away as rounding takes it.
-    assert ours_error <= 2 * min([*errors.values(), 0.01]), f"error is {ours_error:.2g}, and peers have {errors}"
+    alike = errors.get("scaled_mm_fast" if sums == "fast" else "scaled_mm", 0.01)
+    assert ours_error <= _ALLOWED[sums] * alike, f"error is {ours_error:.2g}, and peers have {errors}"
     times = harness.time_interleaved(variants, expected_us(problem, e4m3.bytes))
     mine = times.pop("ours")
     best = min(times, key=lambda name: times[name].median, default=None)
     ratio = harness.ratios(mine, times[best]) if best else {"median": None, "min": None, "max": None}
     return {
         "scales": scales,
+        "sums": sums,
         "m": m,
         "n": n,
         "k": k,
@@ -201,14 +216,15 @@ def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str,
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise the ratios by kind of scales, over the rows with a peer."""
+    """Summarise the ratios by kind of scales and of sums, over the rows with a peer."""
     result = {}
-    for scales in SCALES:
-        members = [r for r in rows if r["scales"] == scales and r["ratio_to_best_peer"] is not None]
+    for way in ((scales, sums) for scales in SCALES for sums in sums_of(scales)):
+        of = [r for r in rows if (r["scales"], r["sums"]) == way]
+        members = [r for r in of if r["ratio_to_best_peer"] is not None]
         if not members:
             continue
         worst = min(members, key=lambda r: r["ratio_to_best_peer"])
-        result[scales] = {
+        result[", ".join(way)] = {
             "geomean": round(harness.geomean([r["ratio_to_best_peer"] for r in members]), 4),
             "worst": worst["ratio_to_best_peer"],
             "worst_shape": [worst["m"], worst["n"], worst["k"]],
@@ -228,6 +244,7 @@ def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scales", nargs="+", default=list(SCALES), choices=SCALES)
+    parser.add_argument("--sums", nargs="+", default=list(SUMS), choices=SUMS)
     parser.add_argument("--peers", nargs="+", default=["scaled_mm", "scaled_mm_fast", "deep_gemm"])
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
@@ -236,19 +253,21 @@ def main() -> None:
     args = parser.parse_args()
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
-    done = {(r["scales"], r["m"], r["n"], r["k"]) for r in rows}
-    cases = [case for case in product(args.scales, problems(args.rows)) if (case[0], *case[1]) not in done]
+    done = {(r["scales"], r["sums"], r["m"], r["n"], r["k"]) for r in rows}
+    ways = [(scales, sums) for scales in args.scales for sums in sums_of(scales) if sums in args.sums]
+    every = [(*way, problem) for way, problem in product(ways, problems(args.rows))]
+    cases = [case for case in every if (*case[:2], *case[2]) not in done]
     build_ahead(cases)
-    for scales, (m, n, k) in cases:
+    for scales, sums, (m, n, k) in cases:
         if time.monotonic() - begin > args.limit:
-            print(f"stopped at the limit before {scales} {m}x{n}x{k}")
+            print(f"stopped at the limit before {scales} {sums} {m}x{n}x{k}")
             break
-        rows.append(run_case(scales, m, n, k, args.peers))
+        rows.append(run_case(scales, sums, m, n, k, args.peers))
         row = rows[-1]
         others = " ".join(f"{name} {ms * 1e3:.1f}" for name, ms in row["peers"].items())
         print(
-            f"{scales} {m}x{n}x{k}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, ratio {row['ratio_to_best_peer']} "
-            f"{row['kernel']}",
+            f"{scales} {sums} {m}x{n}x{k}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, "
+            f"ratio {row['ratio_to_best_peer']} {row['kernel']}",
             flush=True,
         )
         harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})

@@ -11,7 +11,7 @@ from tests.unit.signatures import H100
 FP8, QUANTIZE, BATCHED, GROUPED = map(script, ("bench_fp8", "bench_quantize", "bench_batched", "bench_grouped"))
 GROUPS = [(GROUPED.Case(8, 64, "zipf"), "none"), (GROUPED.Case(64, 8192, "zipf"), "none")]
 CALLS = {
-    "fp8": (FP8, [("rows", (16, 6144, 4096)), ("blocks", (4096, 6144, 4096))]),
+    "fp8": (FP8, [("rows", "fast", (16, 6144, 4096)), ("blocks", "promoted", (4096, 6144, 4096))]),
     "quantize": (QUANTIZE, [(64, 1024, 512)]),
     "batched": (BATCHED, [*product(("small", "large"), BATCHED.EPILOGUES)]),
     **{f"grouped {form}": (GROUPED, GROUPS, form) for form in ("rows", "wgrad", "fp8")},

@@ -37,9 +37,21 @@ def test_the_grid_has_each_weight_at_each_number_of_rows():
     assert {m for m, _, _ in BENCH.problems([1, 64])} == {1, 64}
 
 
+@pytest.mark.parametrize("scales", BENCH.SCALES)
+def test_each_way_to_add_up_is_compared_with_what_adds_up_so(scales):
+    blocks = scales.startswith("blocks")
+    assert BENCH.sums_of(scales) == (("promoted",) if blocks else ("fast", "promoted"))
+    for sums in BENCH.sums_of(scales):
+        x = BENCH.draw(scales, 64, 256, 2048, "cpu")
+        op, arguments, _ = BENCH.request(x, sums)
+        assert op.math == sums
+        assert ("scaled_mm_fast" in BENCH.peers(scales, sums)) == (sums == "fast")
+        assert torch.equal(op(*arguments), co.scaled_gemm(x.a, x.b, x.scale_a, x.scale_b, math=sums))
+
+
 def test_rows_without_a_peer_do_not_count():
-    row = {"scales": "blocks", "m": 1, "n": 2, "k": 3, "ratio_to_best_peer": 2.0}
+    row = {"scales": "blocks", "sums": "promoted", "m": 1, "n": 2, "k": 3, "ratio_to_best_peer": 2.0}
     rows = [row, {**row, "ratio_to_best_peer": 0.5, "m": 4}, {**row, "ratio_to_best_peer": None}]
     assert BENCH.summary(rows) == {
-        "blocks": {"geomean": 1.0, "worst": 0.5, "worst_shape": [4, 2, 3], "losses": 1, "shapes": 2}
+        "blocks, promoted": {"geomean": 1.0, "worst": 0.5, "worst_shape": [4, 2, 3], "losses": 1, "shapes": 2}
     }
