@@ -269,7 +269,9 @@ class Traced:
 
     def __init__(self, about: str) -> None:
         names, products, scalars, outputs, self.op = about.split(";", 4)
-        self.is_exact = f' {{"{EXACT}":' in self.op[: self.op.find(":") + 1]
+        made_by = self.op[: self.op.find(":") + 1]
+        # An exact kernel converts nothing, and a call that names its arithmetic is served in it.
+        self.autocasts = not any(f' {{"{how}":' in made_by for how in (EXACT, "math"))
         of_forms = [name.partition(":") for name in names.split(",")] if names else []
         self.names = tuple(name for name, _, _ in of_forms)
         self.form = next((form for _, _, form in of_forms if form), "")  # if it has operands of its own
@@ -299,7 +301,7 @@ class Traced:
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
-        if not self.is_exact:  # an exact kernel converts nothing
+        if self.autocasts:
             a, b, values = autocast(a, b, values, self.names, self.products)
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):

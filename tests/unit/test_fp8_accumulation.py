@@ -63,3 +63,11 @@ def test_what_is_refused_says_what_to_do():
     scales = {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 1)}
     with pytest.raises(TypeError, match=r"math is 'fast', .* omit math"):
         co.gemm(X, W.t(), epilogue=composed.scaled_blocks, **scales, math="fast")
+
+
+def test_a_kernel_of_fast_sums_does_not_serve_promoted_operands():
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 128))
+    spec = co.KernelSpec(
+        a="e4m3.row.promoted", b="e4m3.col.promoted", d="bf16.row", epilogue=builtin.identity, config=config
+    )
+    assert [broken.rule for broken in co.check(spec)] == ["accumulation"]

@@ -113,6 +113,15 @@ def test_every_way_to_call_takes_math(call):
     assert torch.equal(compiled(A, W), call(A, W))
 
 
+@pytest.mark.parametrize("math", ["tf32", "3xtf32"])
+def test_autocast_leaves_a_call_that_names_its_arithmetic(math):
+    wanted = co.gemm_bias_relu(A, W.t(), BIAS, math=math)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(co.gemm_bias_relu(A, W.t(), BIAS, math=math), wanted)
+        compiled = torch.compile(lambda a, b: co.gemm_bias_relu(a, b, BIAS, math=math), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(A, W.t()), wanted)
+
+
 def test_an_op_in_tf32_is_one_and_travels():
     op = co.gemm_bias_relu.in_math("tf32")
     assert op is co.gemm_bias_relu.in_math("tf32")
