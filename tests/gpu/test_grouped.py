@@ -81,9 +81,10 @@ class Framed:
 def operands(spec, rows, experts, n, k):
     """Draw x and w of a kernel's types, with lines longer than the extents."""
     dtype = tensors.DTYPES[spec.a.dtype.name]
-    x = normal(rows, k + 8, dtype=dtype, scale=k**-0.25)[:, :k]
+    line = 16 // dtype.itemsize
+    x = normal(rows, k + line, dtype=dtype, scale=k**-0.25)[:, :k]
     inner, outer = (n, k) if spec.b.major == "row" else (k, n)
-    w = normal(experts, outer, -(-inner // 8) * 8 + 8, dtype=dtype, scale=k**-0.25)[..., :inner]
+    w = normal(experts, outer, -(-inner // line) * line + line, dtype=dtype, scale=k**-0.25)[..., :inner]
     return x, w if spec.b.major == "row" else w.mT
 
 
@@ -105,6 +106,7 @@ def inputs_of(spec, rows, experts, n, k):
 
 def run(spec, sizes, n, k, unused=0, shared=()):
     """Run a kernel into framed outputs, and compare all of them with float64."""
+    k = -(-k * spec.a.dtype.bytes // 16) * 16 // spec.a.dtype.bytes
     used = sum(sizes)
     rows = max(1, used + unused)
     x, w = operands(spec, rows, len(sizes), n, k)
