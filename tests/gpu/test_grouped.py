@@ -173,8 +173,8 @@ FALSE = {
 @pytest.mark.parametrize("name", SPECS)
 def test_false_offsets_reach_nothing_outside(name, offsets):
     spec, rows, n = SPECS[name], 300, 136
-    x, w = operands(spec, rows, len(offsets), n, 72)
-    inputs = inputs_of(spec, rows, len(offsets), n, 72)
+    x, w = operands(spec, rows, len(offsets), n, 80)
+    inputs = inputs_of(spec, rows, len(offsets), n, 80)
     types = (spec.d, *spec.outputs)
     framed = [Framed(rows, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
     names = [o.name for o in spec.epilogue.outputs]
