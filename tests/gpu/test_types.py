@@ -72,7 +72,7 @@ def fitting(spec, m, n, k):
 
 
 def wanted(spec, x, w, inputs):
-    """Return D in float64. Functions of FP64 are evaluated on the CPU: on a GPU, PyTorch's hardswish divides in FP32."""
+    """Return D in float64. The CPU evaluates functions of FP64: on a GPU, PyTorch's hardswish divides in FP32."""
     acc = exact(x, w, mma.math_of(spec.a.dtype))
     if "up" in inputs:
         return F.silu(acc) * exact(x, inputs["up"])
