@@ -7,7 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, cast, get_args
 
@@ -133,6 +133,26 @@ class Operand:
 
 def _is_block(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value)
+
+
+def copied(a: Operand, b: Operand) -> tuple[bool, bool]:
+    """Return whether A, and whether B, must be copied before a kernel of ``wgmma`` can multiply them.
+
+    That is an operand that does not begin, with all its lines, at multiples of 16 bytes, as TMA needs; and one whose
+    lines do not lie along K, of types that the instruction reads along K only. Copies are aligned, and of such types
+    lie along K.
+    """
+    mma = mma_of(a.dtype, b.dtype)
+    only = mma is not None and mma.wgmma_k_major_only
+    return not a.aligned or (only and a.major != "row"), not b.aligned or (only and b.major != "col")
+
+
+def loaded(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Return A and B as TMA loads them: as they are, or their copies."""
+    mma = mma_of(a.dtype, b.dtype)
+    only = mma is not None and mma.wgmma_k_major_only
+    of_a, of_b = (replace(x, alignment=x.dtype.tma_alignment) if c else x for x, c in zip((a, b), copied(a, b)))
+    return (replace(of_a, major="row"), replace(of_b, major="col")) if only else (of_a, of_b)
 
 
 class HasGraph(Protocol):

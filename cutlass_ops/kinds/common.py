@@ -71,14 +71,17 @@ def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         yield Broken(f"{what}, which kernels of this kind do not multiply", advice=advice)
 
 
-def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
+def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is not None and not mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
-        other = ", or an Sm80Config" if sm80_serves(spec) else ""
+    if mma is None or mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+        return
+    if not (config.copies and mma.copyable):  # else the kernel multiplies copies along K
+        others = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * (sm90_serves(spec) and not config.wgmma)
         reads = "wgmma" if config.wgmma else "CUTLASS's main loop"
-        yield (
-            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only: use {spec.a.dtype}.row and "
-            f"{spec.b.dtype}.col{other}"
+        yield Broken(
+            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only",
+            ({"realign": True},) if config.wgmma and mma.copyable else (),
+            f"use {' or '.join([f'{spec.a.dtype}.row and {spec.b.dtype}.col', *others])}",
         )
 
 

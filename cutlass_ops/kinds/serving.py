@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutlass_ops.base.dtypes import FP8, f64
+from cutlass_ops.base.dtypes import FP8, f64, i8
 from cutlass_ops.base.mma import MmaSpec, mma_of
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
 from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
@@ -58,9 +58,9 @@ def takes_means(mma: MmaSpec) -> bool:
     return mma.bits == 16
 
 
-def realigns(mma: MmaSpec) -> bool:
-    """Return whether Sm90 kernels can copy operands to aligned lines (``realign.h``)."""
-    return mma.bits == 16
+def whole_lines(spec: KernelSpec) -> bool:
+    """Return whether A and B, with all their lines, begin at multiples of 16 bytes."""
+    return spec.a.aligned and spec.b.aligned
 
 
 def sm80_serves(spec: KernelSpec) -> bool:
@@ -68,7 +68,7 @@ def sm80_serves(spec: KernelSpec) -> bool:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
-    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False):
+    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False) or (spec.a.dtype is i8 and not whole_lines(spec)):
         return False
     if spec.epilogue.gathered and not takes_means(mma):
         return False
@@ -81,15 +81,15 @@ def sm80_serves(spec: KernelSpec) -> bool:
 def sm90_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is None or not by_wgmma(mma) or not mma.takes_majors(spec.a.major, spec.b.major, wgmma=True):
+    if mma is None or not by_wgmma(mma) or (any(copied(spec.a, spec.b)) and not mma.copyable):
         return False
-    if (spec.epilogue.gathered and not takes_means(mma)) or not ((spec.a.aligned and spec.b.aligned) or realigns(mma)):
+    if spec.epilogue.gathered and not takes_means(mma):
         return False
     plain = plain_epilogue(spec)
     own = spec.epilogue.swaps_pairs or any(paired(spec))
     if spec.epilogue.quantized is not None and not (plain and spec.d.major == "row"):
         return False
-    alone = plain and d_alone(spec) and source_name(spec) is None and spec.b.major == "col"
+    alone = plain and d_alone(spec) and source_name(spec) is None and loaded(spec.a, spec.b)[1].major == "col"
     return (plain or not own) and (alone or not spec.epilogue.products)
 
 

@@ -78,6 +78,10 @@ _SPARED, _MOST_SPARED = 8.0, 0.6
 _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
+# TF32, which has this rate, takes this part of the times of a model that was fitted to misaligned operands of 16 bits: the
+# geometric mean over `benchmarks/results/types_h200.json`, of 0.63 to 0.81. Kernels of wgmma that copy operands are
+# compared with these.
+_RATE_OF_TF32, _OF_TF32 = 0.5, 0.71
 # Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
 # H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.
 _FP64, _SLOWER = 8, 5.0
@@ -237,8 +241,9 @@ class Sm80Timer:
         alignment = min(self.traits.alignments)
         widths = self.traits.element_bytes, self.traits.d_bytes
         found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target, self.traits.rate)
-        copies = alignment * self.traits.element_bytes < arch.TMA_ALIGNMENT_BYTES
-        if device.has_wgmma and copies:
+        if self.traits.rate == _RATE_OF_TF32:
+            found = found * _OF_TF32
+        if device.has_wgmma and any(self.traits.copied):
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
             spares = (self.blocks.stream_k == 0) & (Extents.of(problems).gemms == 1)
             found = found - waits * np.minimum(_SPARED, _MOST_SPARED * found) * spares
