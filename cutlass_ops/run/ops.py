@@ -303,6 +303,7 @@ class Op(Warm):
             # The same path as later calls take, so that each op remembers its part.
             return compute(a, b, *inputs, out=fallbacks.as_out(self.outputs, call.given), out_dtype=ops.out_dtype)
         plan.launch_call(call)
+        self.copied_operands += plan.copies
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
             supplied.until_it_is_there(call.arguments.a.device, functools.partial(self._forget, plan))

@@ -79,8 +79,8 @@ _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
 # TF32, which has this rate, takes this part of the times of a model that was fitted to misaligned operands of 16 bits: the
-# geometric mean over `benchmarks/results/types_h200.json`, of 0.63 to 0.81. Kernels of wgmma that copy operands are
-# compared with these.
+# geometric mean over `benchmarks/results/types_h200.json`, of 0.63 to 0.81. It was measured on Hopper, where these kernels
+# are compared with those of wgmma that copy operands.
 _RATE_OF_TF32, _OF_TF32 = 0.5, 0.71
 # Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
 # H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.
@@ -241,7 +241,7 @@ class Sm80Timer:
         alignment = min(self.traits.alignments)
         widths = self.traits.element_bytes, self.traits.d_bytes
         found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target, self.traits.rate)
-        if self.traits.rate == _RATE_OF_TF32:
+        if device.has_wgmma and self.traits.rate == _RATE_OF_TF32:
             found = found * _OF_TF32
         if device.has_wgmma and any(self.traits.copied):
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
