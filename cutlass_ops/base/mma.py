@@ -40,8 +40,8 @@ class MmaSpec:
     scalings : tuple of ((int, int), (int, int))
         Blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies.
     copyable : bool
-        Whether kernels of ``wgmma`` copy operands that it or TMA cannot read (``declare.spec.copied``). FP8 is not copied: a
-        copy at each call would take as long as the quantisation before it, which can write lines along K.
+        Whether kernels of ``wgmma`` copy operands that it or TMA cannot read (``declare.spec.copied``). FP8 is not
+        copied: that would take as long as the quantisation before it, which can write lines along K.
     """
 
     a: DType
@@ -82,7 +82,14 @@ class MmaSpec:
     @property
     def stored(self) -> tuple[DType, ...]:
         """What an epilogue stores as (M, N)."""
-        return STORED if self.compute is f32 else (self.compute,)
+        if self.compute is not f32:
+            return (self.compute,)
+        return (*STORED, i8) if self.accumulator is i32 else STORED
+
+    @property
+    def results(self) -> tuple[DType, ...]:
+        """What D may be. Whole numbers of 32 bits are the sums as they are: ``epilogue.integers`` says of which."""
+        return (*self.stored, i32) if self.accumulator is i32 else self.stored
 
     def shapes_on(self, capability: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
         """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""

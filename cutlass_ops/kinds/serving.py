@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutlass_ops.base.dtypes import FP8, f64, i8
+from cutlass_ops.base.dtypes import FP8, f64, i8, i32
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
-from cutlass_ops.epilogue import doubles
+from cutlass_ops.epilogue import doubles, integers
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
@@ -74,6 +74,8 @@ def sm80_serves(spec: KernelSpec) -> bool:
         return False
     if mma.compute is f64 and doubles.why_not(spec.epilogue) is not None:
         return False
+    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
+        return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products and spec.epilogue.quantized is None
 
@@ -84,6 +86,8 @@ def sm90_serves(spec: KernelSpec) -> bool:
     if mma is None or not by_wgmma(mma) or (any(copied(spec.a, spec.b)) and not mma.copyable):
         return False
     if spec.epilogue.gathered and not takes_means(mma):
+        return False
+    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
         return False
     plain = plain_epilogue(spec)
     own = spec.epilogue.swaps_pairs or any(paired(spec))

@@ -126,6 +126,8 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
         lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
         if lines is None:
             once = "pass weight.t() of a contiguous weight (N, K)"
+            if arguments.form == BATCHED:
+                once = "pass weights.mT of contiguous weights (..., N, K)"
             once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
             instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(

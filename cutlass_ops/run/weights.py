@@ -11,7 +11,6 @@ from cutlass_ops.run import folding, fp8, traced
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
 from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
 
-
 # Types that kernels of wgmma read along K only. Of FP32 that is TF32.
 _READ_ALONG_K = (*fp8.DTYPES, torch.int8, torch.float32)
 
@@ -26,8 +25,8 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     With `dtype`, w, or gamma · w, is quantised, each column with a scale of its own: its greatest absolute value
     becomes the type's largest. Each value is rounded once, so gamma can be folded into a weight of 16 bits only.
 
-    A w in FP8, INT8 or FP32 is copied to lines along K that begin at multiples of 16 bytes, as ``wgmma`` reads FP8, INT8
-    and TF32. Other lines of INT8 and TF32 are copied at each call.
+    A w in FP8, INT8 or FP32 is copied to lines along K that begin at multiples of 16 bytes, as ``wgmma`` reads FP8,
+    INT8 and TF32. Other lines of INT8 and TF32 are copied at each call.
 
     Parameters
     ----------

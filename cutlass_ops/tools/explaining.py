@@ -408,9 +408,8 @@ def _sums(signature: OpSignature) -> str:
     """Name the type of the accumulator."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
     sums = f32 if mma is None else mma.accumulator
-    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: "INT32, and brought to FP32 for the epilogue"}[
-        sums
-    ]
+    whole = "INT32, which D is" if signature.d.dtype is i32 else "INT32, and brought to FP32 for the epilogue"
+    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: whole}[sums]
 
 
 def _lines(signature: OpSignature) -> tuple[Finding, ...]:
@@ -467,7 +466,9 @@ def _copied(signature: OpSignature, problem: Problem, config: Config) -> tuple[F
     sizes = {name: size for name, size, copied in zip("ab", (m * k, k * n), traits.copied, strict=True) if copied}
     megabytes = sum(sizes.values()) * traits.element_bytes / 1e6
     us = realigning(traits, [traits.whole(problem)]).item()
-    says = f"{' and '.join(sizes)}, {megabytes:.1f} MB read and written before each GEMM, {us:.1f} us of the expected time"
+    says = (
+        f"{' and '.join(sizes)}, {megabytes:.1f} MB read and written before each GEMM, {us:.1f} us of the expected time"
+    )
     return (Finding("copied", says),)
 
 

@@ -1,4 +1,4 @@
-"""Copies of operands along K by the host's compiler: every element is copied, none read from outside, zeros at the end."""
+"""Copies of operands along K by the host's compiler: every element, none from outside, and zeros at the end."""
 
 import subprocess
 from pathlib import Path

@@ -78,9 +78,9 @@ _SPARED, _MOST_SPARED = 8.0, 0.6
 _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
-# TF32, which has this rate, takes this part of the times of a model that was fitted to misaligned operands of 16 bits: the
-# geometric mean over `benchmarks/results/types_h200.json`, of 0.63 to 0.81. It was measured on Hopper, where these kernels
-# are compared with those of wgmma that copy operands.
+# TF32, which has this rate, takes this part of the times of a model that was fitted to misaligned operands of 16 bits:
+# the geometric mean over `benchmarks/results/types_h200.json`, of 0.63 to 0.81. It was measured on Hopper, where these
+# kernels are compared with those of wgmma that copy operands.
 _RATE_OF_TF32, _OF_TF32 = 0.5, 0.71
 # Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
 # H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.

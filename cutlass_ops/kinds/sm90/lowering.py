@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, i8, tf32
+from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
@@ -72,6 +72,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "wgmma": _wgmma(spec),
         "tf32": spec.a.dtype is tf32,
         "integers": spec.a.dtype is i8,
+        # D is the sums themselves: the epilogue takes them as the bits of values that it only moves.
+        "sums": spec.d.dtype is i32,
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
