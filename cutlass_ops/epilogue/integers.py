@@ -13,6 +13,6 @@ def why_not(graph: Graph) -> str | None:
     if len(graph.outputs) == 1 and graph.nodes[graph.outputs[0].node].op == "acc":
         return None
     return (
-        "the epilogue computes in FP32, which has every whole number up to 2**24 only: return acc and nothing else for "
-        "the sums in INT32, or take D in torch.float32"
+        "the epilogue computes in FP32, which has every whole number up to 2**24 only: use one that returns acc and "
+        "nothing else, for the sums themselves, or D in FP32"
     )

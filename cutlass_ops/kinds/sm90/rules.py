@@ -18,7 +18,15 @@ from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, sw
 from cutlass_ops.declare.spec import KernelSpec, copied, loaded
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import d_alone, paired, plain_epilogue, sm80_serves, source_name, takes_means
+from cutlass_ops.kinds.serving import (
+    d_alone,
+    paired,
+    plain_epilogue,
+    sm80_serves,
+    source_name,
+    takes_means,
+    whole_lines,
+)
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -277,9 +285,11 @@ def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
         )
     if config.realign:
+        a, b = loaded(spec.a, spec.b)
+        pad = "" if whole_lines(spec) else "pad the leading dimensions of a and b: "
         yield Broken(
             f"form is {spec.form} and realign is True, and operands are copied to aligned lines for one GEMM",
-            advice="pad the leading dimensions of a and b" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
+            advice=f"{pad}use {a} and {b}" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
         )
 
 
