@@ -23,7 +23,7 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -453,8 +453,11 @@ def _unread(signature: OpSignature, config: Config | None) -> str:
         whys.append(f"wgmma reads {a.dtype} along K only, and a is {a} and b is {b}")
         todo += ["pass a row-major a"] * ("a" in across)
         todo += ["pass prepare(b).matrix, which is copied once"] * ("b" in across)
-    copied = ", so they are copied to aligned workspace first" if config is not None and config.copies else ""
-    return f"{', and '.join(whys)}{copied}; {', and '.join(todo)}"
+    found = ""
+    if config is not None and config.copies:
+        names = [name for name, is_copied in zip("ab", copied(a, b), strict=True) if is_copied]
+        found = f", so {' and '.join(names)} {'is' if len(names) == 1 else 'are'} copied to aligned workspace first"
+    return f"{', and '.join(whys)}{found}; {', and '.join(todo)}"
 
 
 def _copied(signature: OpSignature, problem: Problem, config: Config) -> tuple[Finding, ...]:
@@ -463,7 +466,8 @@ def _copied(signature: OpSignature, problem: Problem, config: Config) -> tuple[F
         return ()
     traits = Traits.of(signature)
     m, n, k = traits.whole(problem).extents
-    sizes = {name: size for name, size, copied in zip("ab", (m * k, k * n), traits.copied, strict=True) if copied}
+    pairs = zip("ab", (m * k, k * n), traits.copied, strict=True)
+    sizes = {name: size for name, size, is_copied in pairs if is_copied}
     megabytes = sum(sizes.values()) * traits.element_bytes / 1e6
     us = realigning(traits, [traits.whole(problem)]).item()
     says = (

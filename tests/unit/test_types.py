@@ -289,8 +289,8 @@ def test_times_count_what_is_copied():
 EXPLAINED = {
     "copied": (
         (2048, 4096, 4096),
-        "wgmma, operands loaded by TMA: wgmma reads tf32 along K only, and a is tf32.row and b is tf32.row, so they "
-        "are copied to aligned workspace first; pass prepare(b).matrix, which is copied once",
+        "wgmma, operands loaded by TMA: wgmma reads tf32 along K only, and a is tf32.row and b is tf32.row, so b is "
+        "copied to aligned workspace first; pass prepare(b).matrix, which is copied once",
         "b, 67.1 MB read and written before each GEMM, 56.2 us of the expected time",
     ),
     "as it lies": (
