@@ -15,7 +15,7 @@ import cutlass_ops as co
 from cutlass_ops.base import mma, resources
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
-from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.device import Device
@@ -28,6 +28,7 @@ from cutlass_ops.kinds.cpp import DOUBLES
 from cutlass_ops.kinds.sm80 import model
 from cutlass_ops.run import plan, reference, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
+from cutlass_ops.ship.shipping import Kernels, _calls
 from cutlass_ops.tools.explaining import explain_call
 
 L40S = Device((8, 9), 142, "NVIDIA L40S")
@@ -685,6 +686,15 @@ def test_each_device_stores_integers(device, out, d, graph, problem):
     spec = decision.spec
     again = co.KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=graph, config=spec.config, target=spec.target)
     assert {t.dtype.name for t in again.inputs} <= {"bf16"}
+
+
+def test_a_catalogue_names_them():
+    kernels = Kernels(
+        ops=("gemm",), archs=("sm_90a",), dtypes=("i8",), out_dtypes=("int8", "i32"), shapes=("64x4096x4096",)
+    )
+    assert [str(of.d) for of, *_ in _calls(kernels, "gemm")] == ["i8.row", "i32.row"]
+    with pytest.raises(ConfigError, match=r"out_dtypes has 'i64': use f16, .* i8, i32"):
+        Kernels(ops=("gemm",), archs=("sm_90a",), out_dtypes=("i64",), shapes=("64x4096x4096",))
 
 
 def test_sources_of_integer_results():
