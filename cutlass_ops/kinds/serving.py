@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops.base.dtypes import FP8, f64, i8, i32
 from cutlass_ops.base.mma import MmaSpec, mma_of
-from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue import doubles, integers
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
@@ -63,6 +63,16 @@ def whole_lines(spec: KernelSpec) -> bool:
     return spec.a.aligned and spec.b.aligned
 
 
+def beside_each_other(spec: KernelSpec) -> bool:
+    """Return whether B and a second weight can lie beside each other in a tile: along K.
+
+    Of types that are copied along K, they are not copied: no other kernel has two weights, so that even a few rows
+    would take copies of both. Two GEMMs choose for themselves.
+    """
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    return spec.b.major == "col" and (spec.b.aligned or mma is None or not mma.wgmma_k_major_only)
+
+
 def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
@@ -93,7 +103,7 @@ def sm90_serves(spec: KernelSpec) -> bool:
     own = spec.epilogue.swaps_pairs or any(paired(spec))
     if spec.epilogue.quantized is not None and not (plain and spec.d.major == "row"):
         return False
-    alone = plain and d_alone(spec) and source_name(spec) is None and loaded(spec.a, spec.b)[1].major == "col"
+    alone = plain and d_alone(spec) and source_name(spec) is None and beside_each_other(spec)
     return (plain or not own) and (alone or not spec.epilogue.products)
 
 

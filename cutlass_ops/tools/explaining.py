@@ -455,8 +455,8 @@ def _unread(signature: OpSignature, config: Config | None) -> str:
         todo += ["pass prepare(b).matrix, which is copied once"] * ("b" in across)
     found = ""
     if config is not None and config.copies:
-        names = [name for name, is_copied in zip("ab", copied(a, b), strict=True) if is_copied]
-        found = f", so {' and '.join(names)} {'is' if len(names) == 1 else 'are'} copied to aligned workspace first"
+        them = [name for name, is_copied in zip("ab", copied(a, b), strict=True) if is_copied]
+        found = f", so {' and '.join(them)} {'is' if len(them) == 1 else 'are'} copied to aligned workspace first"
     return f"{', and '.join(whys)}{found}; {', and '.join(todo)}"
 
 

@@ -222,13 +222,6 @@ def _of_copies() -> dict[str, KernelSpec]:
                     inputs=_inputs(plain if dtype == "i8" else elementwise, tail),
                     config=config,
                 )
-    found["tf32-copied-gated"] = KernelSpec(
-        a="tf32.row",
-        b="tf32.row",
-        d="f32.row",
-        epilogue=gated,
-        config=co.Sm90Config(shape(128, 64, 32), schedule="pingpong", realign=True),
-    )
     split = co.Sm90Config(shape(64, 64, 32), schedule="warp_specialized", split_k=4, realign=True)
     found["tf32-copied-split_k"] = KernelSpec(a="tf32.col", b="tf32.row", d="f32.row", epilogue=plain, config=split)
     return found

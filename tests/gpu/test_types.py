@@ -59,7 +59,7 @@ def draw(spec, m, n, k):
         "bias": torch.randn(n, device="cuda"),
         "scale": torch.rand(m, device="cuda") / size,
         "r": tensors.matrix(m, n, "f32", aligned=spec.d.aligned),
-        "up": floats(k, n, spec.b.major),
+        "up": floats(k, n, "col"),
     }
     if spec.a.dtype is f64:
         drawn = {name: given.double() for name, given in drawn.items()} | {"r": doubles(m, n, aligned=spec.d.aligned)}

@@ -21,7 +21,7 @@ from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin, composed, doubles
+from cutlass_ops.epilogue import builtin, doubles
 from cutlass_ops.epilogue.operations import OPS, to_fp32
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.cpp import DOUBLES
@@ -355,12 +355,13 @@ def test_sources_of_copies(a, b, swap):
     assert co.KernelSpec.from_json(spec.to_json()) == spec
 
 
-def test_a_gate_of_row_major_weights_is_one_kernel_that_copies_both():
-    config = co.Sm90Config(co.ThreadblockShape(128, 64, 32), realign=True)
-    spec = co.KernelSpec(a="tf32.row", b="tf32.row", d="f32.row", epilogue=composed.swiglu, config=config)
-    assert co.check(spec) == ()
-    assert re.findall(r"copies\.add<.*>\(o\.(\w+),", co.source(spec)) == ["b", *spec.epilogue.products]
-    assert plan.copies_of(spec) == 2
+@pytest.mark.parametrize("m", [16, 4096])
+def test_a_gate_of_row_major_weights_is_two_gemms_that_choose_for_themselves(m):
+    op = requests.requested(co.gemm_swiglu, A, W.t(), W.t(), math="tf32").op
+    call = call_at(op.graph, Problem(m, 4096, 4096), "tf32", "row", "row")
+    assert dispatch.decide(signature_of(call, H100), H100, call.problem) is None
+    served = [dispatch.decide(signature_of(part, H100), H100, part.problem).config for _, part in op.instead_of(call)]
+    assert [config.copies for config in served] == [m == 4096] * 2
 
 
 def test_means_of_rows_are_of_16_bits():

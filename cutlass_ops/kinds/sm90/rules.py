@@ -19,6 +19,7 @@ from cutlass_ops.declare.spec import KernelSpec, copied, loaded
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import (
+    beside_each_other,
     d_alone,
     paired,
     plain_epilogue,
@@ -437,8 +438,8 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
             f"{where}, of whole tiles only, whose columns no two warpgroups share",
             tuple(whole),
         )
-    if loaded(spec.a, spec.b)[1].major != "col":
-        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
+    if not beside_each_other(spec):
+        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use {spec.b.dtype}.col"
     if not plain_epilogue(spec) or not d_alone(spec) or source_name(spec) is not None:
         yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
     tile = config.threadblock

@@ -19,7 +19,7 @@ namespace cutlass_ops {
 // Of elements of so many bytes.
 template <int kBytes>
 struct AlongK {
-  static constexpr int kMatrices = 3;  // A, B and a second weight
+  static constexpr int kMatrices = 2;  // A and B
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
   static constexpr int kElements = 4 / kBytes;         // of a word
   static constexpr int kWords = 32;                    // of a line of the tile
