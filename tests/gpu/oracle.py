@@ -72,8 +72,8 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     about = torch.finfo(found.dtype)
     x, stored = found.double(), reference.rounded(wanted, found.dtype).double()
     finite = stored.isfinite() & x.isfinite()
-    # What rounds to the largest number or to infinity may do the other.
-    near_the_end = (wanted.abs() / about.max - 1).abs() < _WORST * (about.eps + sums)
+    # What rounds to the largest number or to infinity may do the other. FP8 has no infinities here: it saturates.
+    near_the_end = (wanted.abs() / about.max - 1).abs() < (_WORST * (about.eps + sums) if about.bits > 8 else 0.0)
     alike = (finite & bool(sums)) | (x == stored) | (x.isnan() & stored.isnan()) | near_the_end
     saturated = stored.where(wanted.abs() > about.max, wanted)
     difference, size = ((y.where(finite, 0.0)) for y in (x - saturated, saturated))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _POISON = {
     torch.int8: 0x4D,
 }
 _VECTOR_BYTES = 16
+_GUARD = 128  # elements before and after a view
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,16 @@ class Memory:
         gaps = (0, 0, step, 4 * step) if aligned else (0, 0, 2, 8)
         pitch = -(-length // step) * step + self.rng.choice(gaps)
         apart = lines * pitch + self.rng.choice(gaps)
-        lead = self.rng.choice((0, step, 3 * step))
-        count = lead + apart * max(1, _product(batches)) + 2 * step
-        strides = [0] * len(batches)
-        for at in reversed(range(len(batches))):
-            strides[at] = apart * _product(batches[at + 1 :])
+        lead = _GUARD + self.rng.choice((0, step, 3 * step))
+        count = lead + apart * max(1, math.prod(batches)) + _GUARD
+        strides = [apart * math.prod(batches[at + 1 :]) for at in range(len(batches))]
         strides += [pitch, 1] if major == "row" else [1, pitch]
         return self._within(tuple(shape), tuple(strides), lead, count, dtype)
 
     def vector(self, length: int, dtype: torch.dtype) -> Placed:
         """Return a vector at any address of an element."""
-        lead = self.rng.choice((0, 1, 3))
-        return self._within((length,), (1,), lead, lead + length + 1, dtype)
+        lead = _GUARD + self.rng.choice((0, 1, 3))
+        return self._within((length,), (1,), lead, lead + length + _GUARD, dtype)
 
     def _within(
         self, shape: tuple[int, ...], strides: tuple[int, ...], lead: int, count: int, dtype: torch.dtype
@@ -120,10 +120,3 @@ class Memory:
         drawn = torch.randn(tuple(shape), dtype=wide, device=self.device) * size
         most = torch.finfo(dtype).max
         return drawn.clamp(-most, most) if dtype.itemsize == 1 else drawn
-
-
-def _product(extents: Sequence[int]) -> int:
-    found = 1
-    for extent in extents:
-        found *= extent
-    return found
