@@ -11,7 +11,7 @@ kernel may serve. On the CPU, the reference computes.
 
 The result has a row for each family: {"family", "calls", "exact" (by exact kernels), "again" (repeated with the same
 tensors), "warm", "refused" (as they must be), "unserved" (of other signatures), "wrong", "kernels" (calls of each)}.
-Its "wrong" has {"seed", "family", "why", "about"} of each call that failed. The exit status is 1 if any did.
+Its "wrong" has {"seed", "family", "why", "about"} of the first calls that failed. The exit status is 1 if any did.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.gpu.fuzz import dense, grouped
 from tests.gpu.fuzz.case import Case, Kernels
 
 _EXACT, _AGAIN = 0.4, 0.25  # parts of all calls
+_KEPT = 100  # wrong calls of which a result has the description
 
 
 class Family(Protocol):
@@ -149,15 +150,20 @@ def run(
             break
         family, rng, case = one(families, seed, device)
         tally = tallies[family.name]
+        why, is_over = None, False
         try:
             why = judge(case, kernels.get(family.name), rng, tally)
-        except Exception as error:  # whatever it is, the next call is worth making
-            why = f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever it is, the next call is worth making, unless the device is lost
+            why, is_over = f"{type(error).__name__}: {error}", "CUDA error" in str(error)
         if why is not None:
             tally.wrong += 1
             about = f"{case.about}, {'out' if case.out else 'no out'}"
-            wrong.append({"seed": seed, "family": family.name, "why": why[:500], "about": about})
-            print(json.dumps(wrong[-1]), flush=True)
+            found = {"seed": seed, "family": family.name, "why": why[:500], "about": about}
+            print(json.dumps(found), flush=True)
+            wrong += [found] if len(wrong) < _KEPT else []
+        if is_over:
+            print(f"stopped at seed {seed}: the device takes no further calls")
+            break
     return tallies, wrong
 
 
@@ -191,7 +197,7 @@ def main() -> int:
     rows = [tally.row(name) for name, tally in tallies.items()]
     for row in rows:
         print(json.dumps(row))
-    print(f"{sum(row['calls'] for row in rows)} calls in {took:.0f} s, {len(wrong)} wrong")
+    print(f"{sum(row['calls'] for row in rows)} calls in {took:.0f} s, {sum(row['wrong'] for row in rows)} wrong")
     if args.out is not None:
         head = {**about, "what": args.what, "seed": seeds.start, "seconds": round(took, 1), "wrong": wrong}
         harness.save(args.out, {**head, "rows": rows})
