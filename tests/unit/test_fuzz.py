@@ -144,6 +144,11 @@ def test_what_is_written_outside_is_seen(name):
         assert "outside of d" in judged(spoiled(case, lambda _, at=at: case.out["d"].bits[at].zero_()))
 
 
+def test_operands_that_a_call_changes_are_seen():
+    case = drawn(next(family for _, family in FAMILIES if family.name == "FP64"))
+    assert judged(spoiled(case, lambda _: case.arguments[0].zero_())) is not None  # by the same call, made again
+
+
 def test_rows_of_no_group_must_stay():
     family = next(family for _, family in FAMILIES if family.name == "BF16, odd columns")
     case = next(

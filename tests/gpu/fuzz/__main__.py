@@ -93,6 +93,7 @@ def judge(case: Case, kernels: Kernels | None, rng: random.Random, tally: Tally)
     if case.refused is not None:
         return _why_not_refused(case, tally)
     by = rng.choice(kernels.specs) if kernels is not None and rng.random() < _EXACT else None
+    wanted = case.wanted()
     for number in range(2 if rng.random() < _AGAIN else 1):
         for placed in case.out.values():
             placed.refill()
@@ -114,7 +115,7 @@ def judge(case: Case, kernels: Kernels | None, rng: random.Random, tally: Tally)
         tally.exact += by is not None
         if kernels is not None:
             tally.kernels[(by or kernels.specs[0]).config.slug] += 1
-        why = case.why_wrong(results)
+        why = case.why_wrong(results, wanted)
         if why is not None:
             return why
     return None

@@ -69,7 +69,7 @@ class Case:
     out : dict of str to Placed
         Outputs of the caller, all or none.
     wanted : callable
-        Returns what each output should be.
+        Returns what each output should be. It is asked before the call, which might change its operands.
     sums : float
         What the Tensor Cores' sums may be off by: see ``oracle.SUMS``.
     used : int, optional
@@ -112,7 +112,7 @@ class Case:
         named = {name: x for name, x in asked.named.items() if name not in ("out", "out_dtype")}
         return requests.Request(asked.op, asked.arguments, named)
 
-    def why_wrong(self, results: Any) -> str | None:
+    def why_wrong(self, results: Any, wanted: Mapping[str, Wanted]) -> str | None:
         """Say what is wrong with results, or with what surrounds the caller's outputs; None if nothing is."""
         found = [results] if isinstance(results, Tensor) else list(results)
         names = self.request().op.outputs
@@ -124,7 +124,6 @@ class Case:
             stray = placed.stray(self.used)
             if stray:
                 return f"{stray} elements outside of {name} were written"
-        wanted = self.wanted()
         for name, tensor in zip(names, found, strict=True):
             part = tensor if self.used is None else tensor[: self.used]
             why = wanted[name].why_not(part, self.sums)
