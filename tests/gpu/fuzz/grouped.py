@@ -23,7 +23,7 @@ from tests.gpu.fuzz.memory import Memory, Placed
 # Of kernels that are chosen for a family: rows of each group, N and K.
 PROBLEMS = ((512, 4096, 1024), (4, 512, 2048))
 _REFUSED, _FALSE = 0.05, 0.03  # parts of all calls
-_MOST = 20_000_000  # elements of what the float64 result is computed from
+_MOST = 5_000_000  # elements of what the float64 result is computed from
 _ALPHA = 0.5
 
 
