@@ -20,12 +20,7 @@ KERNELS = multiplied.specs()
 # One row, one more than a tile's, several tiles; with lines of any length also odd extents and a K of less than a step.
 SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 1024)]
 ODD = [(129, 251, 1037), (3, 7, 5)]
-# Of FP32 sums, and of operands halfway between two numbers of TF32, which may be rounded to either.
-SUMS = 5e-5
-# Of products of nearly FP32's accuracy.
-FP32_SUMS = 2e-6
-# Of FP64 sums, in another order than PyTorch's.
-DOUBLE_SUMS = 1e-14
+SUMS, FP32_SUMS, DOUBLE_SUMS = (oracle.SUMS[name] for name in ("tf32", "tf32x3", "f64"))
 
 
 @pytest.fixture(autouse=True)
@@ -109,16 +104,10 @@ def test_a_kernel_is_right(kernel):
             assert oracle.error(column, d.amax(0)) <= max(SUMS, torch.finfo(found.dtype).eps)
         if not found.dtype.is_floating_point:
             assert_whole(found, d)
-        elif spec.a.dtype is f64:
-            assert oracle.error(found, d) <= DOUBLE_SUMS
         elif spec.a.dtype is i8 and not inputs:
             assert torch.equal(found, d.float())  # every sum, rounded to FP32 once
-        elif spec.a.dtype is tf32x3:
-            assert oracle.error(found, d) <= FP32_SUMS
-        elif found.dtype is torch.float32:
-            assert oracle.error(found, d) <= SUMS
         else:
-            oracle.assert_close(found, d)
+            oracle.assert_within(found, d, oracle.SUMS[spec.a.dtype.name])
 
 
 def assert_whole(found, wanted):
