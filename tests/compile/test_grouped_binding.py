@@ -72,7 +72,7 @@ int main() {
     groups.check();
     std::cout << call.status();
     if (call.status() == 0) {
-      for (int x : {p.m, p.n, p.k, p.count, p.inner, ends.count, ends.rows}) std::cout << " " << x;
+      for (int x : {p.m, p.n, p.k, p.count, p.inner, ends.count, ends.rows, ends.room, ends.all()}) std::cout << " " << x;
       for (BatchedMatrix const& x : {a, b, d}) print(x.data, x.batches);
       print(ends.ends, {});
       for (auto const& x : {row, col}) print(x.values, x.batches);
@@ -114,12 +114,12 @@ def program(tmp_path_factory):
         running.stdin.close()
 
 
-def tensors(**changes):
+def tensors(shapes=SHAPES, /, **changes):
     """Return tensors of a call, each far from the others, or as given."""
     buffer = torch.empty(1 << 20, dtype=torch.float16)
     found = {}
     for at, name in enumerate(NAMES):
-        x = buffer[at << 16 :][: torch.Size(SHAPES[name]).numel()].view(SHAPES[name])
+        x = buffer[at << 16 :][: torch.Size(shapes[name]).numel()].view(shapes[name])
         found[name] = x.mT if name in ("b", "second") else x
     found["offsets"] = buffer[3 << 16 :][: 2 * E].view(torch.int32)
     return buffer, found | {name: change(found, buffer) for name, change in changes.items()}
@@ -156,7 +156,7 @@ def by_group(x):
 )
 def test_rows_and_groups_lie_where_their_strides_say(program, changes):
     buffer, given = tensors(**changes)
-    wanted = [T, N, K, E, 1, E, T]
+    wanted = [T, N, K, E, 1, E, T, 0, T]
     distances = {
         "a": (0, 0),
         "b": by_group(given["b"]),
@@ -203,6 +203,73 @@ def test_rows_and_groups_lie_where_their_strides_say(program, changes):
 )
 def test_what_does_not_fit_is_refused(program, changes, position, reason):
     assert ask(program, *tensors(**changes)) == (position, reason)
+
+
+# ---- Groups with room for as many rows each --------------------------------------------------------------------------
+
+M = 5
+WITH_ROOM = {**SHAPES, "a": (E, M, K), "out": (E, M, N), "col": (E, M), "tile": (E, M, N)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"a": lambda _, buffer: buffer[: E * M * 2 * K].view(E, M, 2 * K)[..., :K]},
+        {"out": lambda _, buffer: buffer[2 << 16 :][: E * M * 4 * N].view(E, M, 4 * N)[..., N : 2 * N]},
+        {"row": lambda _, buffer: buffer[4 << 16 :][:N]},
+        {"tile": lambda found, _: found["out"]},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_groups_may_have_room(program, changes):
+    buffer, given = tensors(WITH_ROOM, **changes)
+    distances = {
+        "a": (0, 0),
+        "b": by_group(given["b"]),
+        "out": (given["out"].stride(1), 0),
+        "offsets": (0, 0),
+        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
+        "col": (1, 0),
+        "tile": (given["tile"].stride(1), 0),
+        "second": by_group(given["second"]),
+    }
+    wanted = [E * M, N, K, E, 1, E, M, M, E * M]
+    for name, both in distances.items():
+        wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
+    assert ask(program, buffer, given) == wanted
+
+
+def test_groups_with_room_for_one_row_are_as_far_apart_as_rows(program):
+    one = {**WITH_ROOM, "a": (E, 1, K), "out": (E, 1, N), "col": (E, 1), "tile": (E, 1, N)}
+    buffer, given = tensors(one, out=lambda _, buffer: buffer[2 << 16 :][: E * 4 * N].view(E, 4 * N)[:, None, :N])
+    found = ask(program, buffer, given)
+    assert found[:9] == [E, N, K, E, 1, E, 1, 1, E]
+    assert found[9 + 2 * 3 :][:3] == [given["out"].data_ptr() - buffer.data_ptr(), 4 * N, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "position", "reason"),
+    [
+        ({"a": lambda found, _: found["a"][:-1]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][:1]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][:1].expand(E, M, K)}, 0, Reason.MAJOR),
+        ({"a": lambda _, buffer: buffer[: E * 2 * M * K].view(E, 2 * M, K)[:, :M]}, 0, Reason.MAJOR),
+        ({"out": lambda found, _: found["out"].view(E * M, N)}, 2, Reason.SHAPE),
+        ({"out": lambda found, _: found["out"][:, :-1].contiguous()}, 2, Reason.SHAPE),
+        ({"out": lambda _, buffer: buffer[2 << 16 :][: E * 2 * M * N].view(E, 2 * M, N)[:, :M]}, 2, Reason.MAJOR),
+        ({"out": lambda found, _: found["a"][..., :N]}, 2, Reason.OVERLAP),
+        ({"offsets": lambda found, _: found["offsets"][:-1]}, 3, Reason.SHAPE),
+        ({"col": lambda found, _: found["col"].view(E * M)}, 5, Reason.SHAPE),
+        ({"col": lambda found, _: found["col"][0]}, 5, Reason.MAJOR),
+        ({"col": lambda _, buffer: buffer[5 << 16 :][: E * 2 * M].view(E, 2 * M)[:, :M]}, 5, Reason.MAJOR),
+        ({"tile": lambda found, _: found["tile"][0]}, 6, Reason.MAJOR),
+        ({"tile": lambda found, _: found["tile"].view(E * M, N)}, 6, Reason.SHAPE),
+        ({"second": lambda found, _: found["second"][:-1]}, 7, Reason.SHAPE),
+    ],
+)
+def test_what_does_not_fit_groups_with_room_is_refused(program, changes, position, reason):
+    assert ask(program, *tensors(WITH_ROOM, **changes)) == (position, reason)
 
 
 def test_more_rows_than_a_descriptor_counts_are_refused(program):

@@ -42,7 +42,7 @@ class BatchedOperands {
  public:
   // D's leading dimensions are those of the call.
   explicit BatchedOperands(Call& call) : call_(call) {
-    DLTensor const* const d = kResult < call.count_ ? Call::as_tensor(call.args_[kResult]) : nullptr;
+    DLTensor const* const d = given(kResult);
     rank_ = d == nullptr ? 0 : d->ndim - 2;
     bool legal = 1 <= rank_ && rank_ <= kMostLeading;
     for (int i = 0; legal && i < rank_; ++i) {
@@ -114,7 +114,7 @@ class BatchedOperands {
 
   // The number of batches is the first extent of argument `at`, which has three.
   BatchedOperands(Call& call, int at) : call_(call), rank_(1) {
-    DLTensor const* const t = at < call.count_ ? Call::as_tensor(call.args_[at]) : nullptr;
+    DLTensor const* const t = given(at);
     bool const legal = t != nullptr && t->ndim == 3 && 1 <= t->shape[0] && t->shape[0] <= INT32_MAX;
     if (legal) extents_[0] = t->shape[0];
     if (!legal) call.fail(at, t == nullptr ? Reason::kKind : Reason::kShape);
@@ -146,7 +146,11 @@ class BatchedOperands {
     }
   };
 
+  // An argument as it is; nullptr if it is no tensor.
+  DLTensor const* given(int at) const { return at < call_.count_ ? Call::as_tensor(call_.args_[at]) : nullptr; }
+
   void fail_shape(int at) { call_.fail(at, Reason::kShape); }
+  void fail_last(Reason reason) { call_.fail(call_.next_ - 1, reason); }
 
   int64_t count() const { return extents_[0] * extents_[1]; }
 

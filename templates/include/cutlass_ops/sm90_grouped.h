@@ -52,7 +52,7 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     params.groups = arguments.groups;
     params.columns = (int(cute::get<kSwapped ? 0 : 1>(problem)) + kColumns - 1) / kColumns;
     // As many as there can be: each group that has rows may end within a cluster.
-    int const rows = params.groups.rows, groups = std::min(params.groups.count, rows);
+    int const rows = params.groups.all(), groups = std::min(params.groups.count, rows);
     int64_t const most = int64_t(groups + (rows - groups) / kRows) * params.columns;
     params.active = int(std::max<int64_t>(1, std::min<int64_t>(most, hardware.max_active_clusters)));
     return params;
@@ -142,7 +142,8 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
       int end = before;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kEach; ++i) {
-        clusters[i] = ends[i] > end ? (ends[i] - end + kRows - 1) / kRows : 0;
+        int const begin = groups.begin(group_ + lane * kEach + i, end);
+        clusters[i] = ends[i] > begin ? (ends[i] - begin + kRows - 1) / kRows : 0;
         mine += clusters[i];
         end = ends[i] > end ? ends[i] : end;
       }
