@@ -21,7 +21,7 @@ from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, MASKED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -67,11 +67,14 @@ class Call(NamedTuple):
     @property
     def chosen_for(self) -> Problem:
         """The problem for which a kernel is chosen: that of groups is made up, as the host does not know them."""
-        problem = self.problem
-        if self.arguments.form not in (GROUPED, RAGGED_K) or 0 in problem:
-            return problem
-        typical = groups.typical if self.arguments.form == GROUPED else groups.typical_of_k
-        return typical(problem.m, problem.n, problem.k, problem.count)
+        (m, n, k, count), form = self.problem, self.arguments.form
+        if not form.operands or 0 in self.problem:
+            return self.problem
+        if form == RAGGED_K:
+            return groups.typical_of_k(m, n, k, count)
+        if form == MASKED:
+            m = min(self.arguments.expected or m, m) * count
+        return groups.typical(m, n, k, count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
@@ -137,7 +140,7 @@ class Call(NamedTuple):
         if arguments.form == DENSE:
             yield self
             return
-        if arguments.form == GROUPED:
+        if arguments.form in (GROUPED, MASKED):
             yield from self._groups()
             return
         if arguments.form == RAGGED_K:
@@ -163,18 +166,17 @@ class Call(NamedTuple):
         if 0 in self.problem:
             return
         inputs = {i.name: (i.kind, arguments.inputs[i.name]) for i in self.graph.inputs}
-        ends = arguments.inputs["offsets"]
-        assert isinstance(ends, Tensor)
-        for expert, rows in enumerate(groups.ends(ends, self.problem.m)):
+        for expert, (rows, size) in enumerate(groups.rows_of_each(arguments)):
 
-            def of_group(kind: Kind, value: Tensor | float, expert: int = expert, rows: slice = rows) -> Tensor | float:
+            def of_group(
+                kind: Kind, value: Tensor | float, expert: int = expert, rows: groups.Place = rows
+            ) -> Tensor | float:
                 if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
                     return value
                 if kind is Kind.ROW or kind is Kind.PRODUCT:
                     return value[expert] if value.ndim > 1 else value
                 return value[rows]
 
-            size = rows.stop - rows.start
             if not size:
                 continue
             own = {name: of_group(kind, value) for name, (kind, value) in inputs.items()}
@@ -231,7 +233,7 @@ def check_call(
     spec : KernelSpec, optional
         The kernel, if it is fixed. It then decides the outputs' types.
     offsets : Tensor, optional
-        Where groups end, if there are any.
+        Where groups end, or how many rows each has, if there are any.
     math : str, optional
         What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`. Or how sums of FP8
         products are added up: one of :data:`cutlass_ops.base.mma.ACCUMULATIONS`.
@@ -248,8 +250,8 @@ def check_call(
     elif form == RAGGED_K:
         arguments = groups.check_arguments_of_k(graph, a, b, offsets, inputs)
     else:
-        arguments = groups.check_arguments(graph, a, b, offsets, inputs)
-    if spec is not None and spec.form != arguments.form:
+        arguments = groups.check_arguments(graph, a, b, offsets, inputs, form)
+    if spec is not None and spec.form != arguments.form.of_kernels:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
     multiplied = mma.mma_of(*arguments.types)
@@ -423,7 +425,7 @@ def device_of(device: torch.device) -> Device:
 
 def _check_lines(call: Call) -> Sequence[Major]:
     """Return the majors that B may have; refuse operands that no kernel for their types or form reads."""
-    if call.arguments.form == GROUPED:
+    if call.arguments.form in (GROUPED, MASKED):
         groups.check_lines(call.arguments, _products(call))
     if call.arguments.form == RAGGED_K:
         groups.check_lines_of_k(call.arguments)
@@ -529,8 +531,9 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     if graph.block_scales:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
-    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
-    return groups.read_by_registers(found) if arguments.form == GROUPED else found
+    form = arguments.form.of_kernels
+    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), form)
+    return groups.read_by_registers(found) if form == GROUPED else found
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:

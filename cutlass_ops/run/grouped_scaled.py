@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import traced
-from cutlass_ops.run.grouped import GroupedOp
+from cutlass_ops.run import groups, traced
+from cutlass_ops.run.grouped import GroupedOp, MaskedOp
 from cutlass_ops.run.ops import Op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.scaled import is_vector
@@ -33,22 +33,55 @@ def scaled_grouped_op(rows: bool = False, columns: bool = False, epilogue: Epilo
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow.
     """
+    return GroupedOp(_scaled("grouped_gemm", rows, columns, epilogue))
+
+
+@traced.remembered
+def scaled_masked_op(
+    rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, expected_rows: int | None = None
+) -> MaskedOp:
+    """Return the op behind :func:`scaled_grouped_gemm_masked`. It takes (x, w, counts, scale_a, scale_b, *inputs).
+
+    Parameters
+    ----------
+    rows, columns, epilogue
+        As for :func:`scaled_grouped_op`.
+    expected_rows : int, optional
+        The rows that a group is expected to have, for which kernels are chosen.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or cannot follow, or `expected_rows` is no positive int.
+    """
+    return MaskedOp(_scaled("grouped_gemm_masked", rows, columns, epilogue), groups.expected(expected_rows))
+
+
+def _scaled(function: str, rows: bool, columns: bool, epilogue: Epilogue | None) -> Epilogue:
+    """Return the epilogue that applies scales, before the one that follows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or cannot follow.
+    """
     scaled = composed.SCALED[rows, columns]
     if epilogue is None:
-        return GroupedOp(scaled)
+        return scaled
     after = op_of(epilogue).graph
     taken = sorted(_OWN & {i.name for i in after.inputs})
     if taken:
         raise ValueError(
-            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_grouped_gemm: rename the input"
+            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_{function}: rename the input"
         )
     if after.products:
         raise ValueError(
             f"{epilogue.name} has the product {after.products[0]}, which has scales of its own: write all scales into "
-            "the epilogue, and call grouped_gemm"
+            f"the epilogue, and call {function}"
         )
-    doc = f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}"
-    return GroupedOp(Epilogue.of("scaled_grouped_gemm", doc, scaled.graph.then(after)))
+    return Epilogue.of(
+        f"scaled_{function}", f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}", scaled.graph.then(after)
+    )
 
 
 def _prepare(
@@ -126,4 +159,84 @@ def scaled_grouped_gemm(
     True
     """
     op, arguments = _prepare(x, w, offsets, scale_a, scale_b, epilogue)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+
+
+def _prepare_masked(
+    x: Tensor,
+    w: Tensor,
+    counts: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    epilogue: Epilogue | None,
+    expected_rows: int | None,
+) -> tuple[Op, tuple[Any, ...]]:
+    op = scaled_masked_op(is_vector(scale_a), is_vector(scale_b), epilogue, expected_rows)
+    return op, (x, w, counts, scale_a, scale_b)
+
+
+@prepared_by(_prepare_masked)
+def scaled_grouped_gemm_masked(
+    x: Tensor,
+    w: Tensor,
+    counts: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    *,
+    epilogue: Epilogue | None = None,
+    expected_rows: int | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Compute D[e, rows] = epilogue(scale_a * scale_b[e] * (x[e, rows] @ w[e]), inputs) in one kernel.
+
+    Groups are those of :func:`grouped_gemm_masked`, and scales those of :func:`scaled_grouped_gemm`.
+
+    Parameters
+    ----------
+    x : Tensor
+        (E, M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), with rows as for
+        :func:`grouped_gemm_masked`. FP16 and BF16 do as well.
+    w : Tensor
+        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). FP16 or BF16 if x is.
+    counts : Tensor
+        (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
+    scale_a : Tensor or float
+        Of x: a number or a tensor without dimensions, or (E, M), one for each row. FP32, FP16 or BF16.
+    scale_b : Tensor or float
+        Of w: a number or a tensor without dimensions, or (E, N), one for each column of each group, or (N,).
+    epilogue : Epilogue, optional
+        Applied to the scaled product. It takes no ``Product``, which has scales of its own.
+    expected_rows, out, out_dtype, **inputs
+        As for :func:`grouped_gemm_masked`. D's dtype is BF16 by default for FP8.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (E, M, N), or all outputs with D first. Rows behind a group's count are what a new tensor has: anything.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message names it and says what to do.
+    UnsupportedError
+        If the device is not of compute capability 9.0 (Hopper).
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weights = torch.randn(2, 4, 32), torch.randn(2, 8, 32)  # (E, M, K), and (E, N, K)
+    >>> scale_a, scale_b = (t.abs().amax(-1) / 448 for t in (x, weights))  # (E, M), and (E, N)
+    >>> a = (x / scale_a[..., None]).to(torch.float8_e4m3fn)
+    >>> b = (weights / scale_b[..., None]).to(torch.float8_e4m3fn)
+    >>> counts = torch.tensor([4, 1], dtype=torch.int32)
+    >>> d = co.scaled_grouped_gemm_masked(a, b.mT, counts, scale_a, scale_b)
+    >>> d.dtype, d.shape
+    (torch.bfloat16, torch.Size([2, 4, 8]))
+    >>> bool((d[0] - x[0] @ weights[0].t()).norm() < 0.1 * d[0].norm())
+    True
+    """
+    op, arguments = _prepare_masked(x, w, counts, scale_a, scale_b, epilogue, expected_rows)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)

@@ -30,7 +30,8 @@ class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
     Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs. Those of groups
-    of K have A and B in two dimensions, and others as batched ones have them.
+    of K have A and B in two dimensions, and others as batched ones have them. Masked ones are as batched ones, with how
+    many rows each group has as the first of the inputs; columns and tiles have all groups.
 
     Attributes
     ----------
@@ -47,6 +48,8 @@ class Arguments(NamedTuple):
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     math : str or None
         What the Tensor Cores make of FP32, or how sums of FP8 products are added up.
+    expected : int
+        Of masked ones: the rows that a group is expected to have, for which a kernel is chosen. 0 if nobody says.
     """
 
     problem: Problem
@@ -58,6 +61,7 @@ class Arguments(NamedTuple):
     copied: tuple[str, ...] = ()
     form: Form = DENSE
     math: mma.Math | None = None
+    expected: int = 0
 
     @property
     def types(self) -> tuple[DType, DType]:

@@ -20,7 +20,7 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED, Form
+from cutlass_ops.declare.form import RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec
@@ -439,7 +439,7 @@ def _groups(problem: Problem, form: Form) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
     if not form.operands:
         return ()
-    mean, spread = (problem.m, ", spread in several ways") if form == GROUPED else (problem.k, "")
+    mean, spread = (problem.k, "") if form == RAGGED_K else (problem.m, ", spread in several ways")
     says = (
         f"chosen for {problem.count} with a mean of {mean} rows{spread}, since only the device knows how many each has"
     )

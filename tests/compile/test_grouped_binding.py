@@ -72,7 +72,8 @@ int main() {
     groups.check();
     std::cout << call.status();
     if (call.status() == 0) {
-      for (int x : {p.m, p.n, p.k, p.count, p.inner, ends.count, ends.rows, ends.room, ends.all()}) std::cout << " " << x;
+      for (int x : {p.m, p.n, p.k, p.count, p.inner}) std::cout << " " << x;
+      for (int x : {ends.count, ends.rows, ends.room, ends.all()}) std::cout << " " << x;
       for (BatchedMatrix const& x : {a, b, d}) print(x.data, x.batches);
       print(ends.ends, {});
       for (auto const& x : {row, col}) print(x.values, x.batches);

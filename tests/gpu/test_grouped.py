@@ -73,8 +73,9 @@ class Framed:
         self.out = self.buffer[self.GUARD : self.GUARD + rows, step : step + columns]
 
     def assert_only(self, rows):
-        """Require that the first rows alone were written."""
-        stray = (~self.buffer.isnan()).sum() - (~self.out[:rows].isnan()).sum()
+        """Require that the first rows alone were written, or those of a tensor of numbers."""
+        own = self.out[:rows] if isinstance(rows, int) else self.out[rows]
+        stray = (~self.buffer.isnan()).sum() - (~own.isnan()).sum()
         assert stray == 0, f"the kernel wrote {int(stray)} elements outside of the groups"
 
 
@@ -220,6 +221,105 @@ def test_kernels_in_a_row_wait_for_each_other(name):
         assert torch.equal(out, kernel(wide, down, ends))
 
 
+# ---- Groups with room for as many rows each --------------------------------------------------------------------------
+
+COUNTS = {
+    "ragged": [5, 0, 130, 64, 1, 0, 77],
+    "full": [130] * 3,
+    "all empty": [0, 0, 0],
+    "the last one alone": [0] * 140 + [70],
+    "a row each": [1] * 90,
+    "beyond their room": [-5, 131, 2147483647, -2147483648, 1 << 30, 3],
+}
+
+
+def run_with_room(spec, counts, room, n, k, shared=()):
+    """Run a kernel into framed outputs of groups with room, and compare all of them with float64."""
+    groups, sizes = len(counts), [min(max(count, 0), room) for count in counts]
+    used = torch.cat([group * room + torch.arange(size) for group, size in enumerate(sizes)]).cuda()
+    x, w = operands(spec, groups * room, groups, n, k)
+    for group, size in enumerate(sizes):
+        x[group * room + size : (group + 1) * room] = torch.nan
+    inputs = inputs_of(spec, groups * room, groups, n, k)
+    inputs |= {name: inputs[name][0] for name in shared if name in inputs}
+    of_rows = {i.name for i in spec.epilogue.inputs if i.kind.name in ("COL", "TILE")}
+    given = [x.unflatten(0, (groups, room)) if name in of_rows else x for name, x in inputs.items()]
+    types = (spec.d, *spec.outputs)
+    framed = [Framed(groups * room, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
+    names = [o.name for o in spec.epilogue.outputs]
+    out = {name: f.out.unflatten(0, (groups, room)) for name, f in zip(names, framed, strict=True)}
+    ends = torch.tensor(counts, device="cuda", dtype=torch.int32)
+    co.build(spec)(x.unflatten(0, (groups, room)), w, ends, *given, out=out)
+    own = {name: value[used] if name in of_rows else value for name, value in inputs.items()}
+    wanted = exact(spec.epilogue, x.double()[used], w, sizes, own)  # FP8 has no indices
+    for name, f in zip(names, framed, strict=True):
+        f.assert_only(used)
+        if len(used):
+            oracle.assert_close(f.out[used], wanted[name])
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_kernel_serves_groups_with_room(name, counts):
+    run_with_room(SPECS[name], counts, room=130, n=136, k=72)
+
+
+@pytest.mark.parametrize("room", [1, 7, 64, 1000])
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith(("plain", "vectors", "inputs"))])
+def test_rooms(name, room):
+    run_with_room(SPECS[name], [room, 0, room // 2, 1], room, n=136, k=72, shared=("bias",))
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith(("tiles", "registers"))])
+def test_odd_columns_of_groups_with_room(name):
+    run_with_room(SPECS[name], COUNTS["ragged"], room=130, n=131, k=72)
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith("vectors")])
+def test_more_than_a_thousand_groups_with_room(name):
+    generator = torch.Generator().manual_seed(1)
+    run_with_room(SPECS[name], torch.randint(0, 6, (1500,), generator=generator).tolist(), room=5, n=72, k=64)
+
+
+@pytest.mark.parametrize("name", ["grouped-pingpong-plain", "grouped-swapped-plain"])
+def test_counts_change_between_replays(name):
+    spec, (groups, room, n) = SPECS[name], (9, 130, 136)
+    x, w = normal(groups, room, 72, scale=0.3), normal(groups, n, 72, scale=0.3).mT
+    kernel, counts = co.build(spec), torch.zeros(groups, device="cuda", dtype=torch.int32)
+    out = torch.empty(groups, room, n, device="cuda", dtype=BF16)
+    kernel(x, w, counts, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, w, counts, out=out)
+    wanted = x.double() @ w.double()
+    for sizes in ([130] * 9, [0] * 8 + [64], [0] * 9, [1, 0, 128, 5, 0, 0, 64, 65, 130]):
+        counts.copy_(torch.tensor(sizes))
+        out.fill_(torch.nan)
+        graph.replay()
+        for group, size in enumerate(sizes):
+            assert out[group, size:].isnan().all()
+            if size:
+                oracle.assert_close(out[group, :size], wanted[group, :size])
+
+
+@pytest.mark.parametrize("name", ["grouped-pingpong-plain", "grouped-swapped-plain"])
+def test_a_kernel_refuses_groups_whose_rooms_do_not_follow_each_other(name):
+    x, w, out = normal(3, 40, 64), normal(3, 136, 64).mT, normal(3, 40, 136)
+    counts = torch.tensor([40, 0, 3], device="cuda", dtype=torch.int32)
+
+    def refused(x, out):
+        status = co.build(SPECS[name]).loaded.launch(x, w, out, counts, 0, 1, None)
+        torch.cuda.synchronize()
+        return refusal(status) if status else None
+
+    assert refused(x, out) is None
+    assert refused(x[:2], out) == (0, Reason.SHAPE)
+    assert refused(normal(3, 80, 64)[:, :40], out) == (0, Reason.MAJOR)
+    assert refused(x, normal(3, 80, 136)[:, :40]) == (2, Reason.MAJOR)
+    assert refused(x, out.flatten(0, 1)) == (2, Reason.SHAPE)
+    assert refused(x[:, :39].contiguous(), out) == (2, Reason.SHAPE)
+
+
 # ---- Refusals of kernels, which a warm call relies on ----------------------------------------------------------------
 
 
@@ -305,6 +405,7 @@ def built():
             wanted.append(chosen(routed, rows, experts, n, k, dtype, turned=turned))
             wanted += [chosen(None, rows, experts, n, k, dtype, out, turned=turned) for out in (dtype, torch.float32)]
     wanted.append(chosen(None, 96, 3, 144, 64, BF16, torch.float8_e4m3fn))
+    wanted.append(chosen(None, 8 * 12, 8, 136, 64))
     Registry.current().kernels(dict.fromkeys(wanted))
 
 
@@ -438,3 +539,17 @@ def test_a_compiled_program():
         found = compiled(x, w, torch.tensor(sizes, device="cuda"), bias)
         wanted = exact(named.gemm_bias.graph, x * 2, w, sizes, {"bias": bias})["d"]
         oracle.assert_close(found, wanted)
+
+
+@pytest.mark.usefixtures("built")
+def test_calls_with_room():
+    w, counts = normal(8, 136, 64, scale=0.3).mT, torch.tensor([12, 0, 3, 12, 1, 7, 0, 12], device="cuda").int()
+    x, out = normal(8, 12, 64, scale=0.3), torch.full((8, 12, 136), torch.nan, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        for _ in range(2):
+            co.grouped_gemm_masked(x, w, counts, expected_rows=12, out=out)
+    wanted = x.double() @ w.double()
+    for group, size in enumerate(counts.tolist()):
+        assert out[group, size:].isnan().all()
+        if size:
+            oracle.assert_close(out[group, :size], wanted[group, :size])
