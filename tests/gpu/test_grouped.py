@@ -82,9 +82,10 @@ class Framed:
 def operands(spec, rows, experts, n, k):
     """Draw x and w of a kernel's types, with lines longer than the extents."""
     dtype = tensors.DTYPES[spec.a.dtype.name]
-    x = normal(rows, k + 8, dtype=dtype, scale=k**-0.25)[:, :k]
+    step = 16 // dtype.itemsize
+    x = normal(rows, -(-k // step) * step + step, dtype=dtype, scale=k**-0.25)[:, :k]
     inner, outer = (n, k) if spec.b.major == "row" else (k, n)
-    w = normal(experts, outer, -(-inner // 8) * 8 + 8, dtype=dtype, scale=k**-0.25)[..., :inner]
+    w = normal(experts, outer, -(-inner // step) * step + step, dtype=dtype, scale=k**-0.25)[..., :inner]
     return x, w if spec.b.major == "row" else w.mT
 
 
