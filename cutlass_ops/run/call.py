@@ -173,7 +173,7 @@ class Call(NamedTuple):
             ) -> Tensor | float:
                 if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
                     return value
-                if kind is Kind.ROW or kind is Kind.PRODUCT:
+                if kind in (Kind.ROW, Kind.PRODUCT, Kind.BLOCKS_B):
                     return value[expert] if value.ndim > 1 else value
                 return value[rows]
 

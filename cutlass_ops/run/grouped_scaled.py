@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised matrices: the epilogue applies the scales of rows, and of columns of each expert."""
+"""Grouped GEMMs of quantised matrices, with scales of rows and of each expert's columns, or of blocks along K."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import mma
 from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.run import groups, traced
 from cutlass_ops.run.grouped import GroupedOp, MaskedOp
@@ -18,7 +19,9 @@ _OWN = frozenset(("scale_a", "scale_b"))
 
 
 @traced.remembered
-def scaled_grouped_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None) -> GroupedOp:
+def scaled_grouped_op(
+    rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, blocks: bool = False
+) -> GroupedOp:
     """Return the op behind :func:`scaled_grouped_gemm`. It takes (x, w, offsets, scale_a, scale_b, *inputs).
 
     Parameters
@@ -27,24 +30,31 @@ def scaled_grouped_op(rows: bool = False, columns: bool = False, epilogue: Epilo
         Whether each row of x, and each column of w, has a scale of its own.
     epilogue : Epilogue, optional
         What follows.
+    blocks : bool
+        Whether blocks of x and of each expert's weight have scales instead.
 
     Raises
     ------
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow.
     """
-    return GroupedOp(_scaled("grouped_gemm", rows, columns, epilogue))
+    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
+    return GroupedOp(_then("grouped_gemm", scaled, epilogue))
 
 
 @traced.remembered
 def scaled_masked_op(
-    rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, expected_rows: int | None = None
+    rows: bool = False,
+    columns: bool = False,
+    epilogue: Epilogue | None = None,
+    blocks: bool = False,
+    expected_rows: int | None = None,
 ) -> MaskedOp:
     """Return the op behind :func:`scaled_grouped_gemm_masked`. It takes (x, w, counts, scale_a, scale_b, *inputs).
 
     Parameters
     ----------
-    rows, columns, epilogue
+    rows, columns, epilogue, blocks
         As for :func:`scaled_grouped_op`.
     expected_rows : int, optional
         The rows that a group is expected to have, for which kernels are chosen.
@@ -54,18 +64,18 @@ def scaled_masked_op(
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow, or `expected_rows` is no positive int.
     """
-    return MaskedOp(_scaled("grouped_gemm_masked", rows, columns, epilogue), groups.expected(expected_rows))
+    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
+    return MaskedOp(_then("grouped_gemm_masked", scaled, epilogue), groups.expected(expected_rows))
 
 
-def _scaled(function: str, rows: bool, columns: bool, epilogue: Epilogue | None) -> Epilogue:
-    """Return the epilogue that applies scales, before the one that follows.
+def _then(function: str, scaled: Epilogue, epilogue: Epilogue | None) -> Epilogue:
+    """Return the epilogue of scales, before the one that follows.
 
     Raises
     ------
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow.
     """
-    scaled = composed.SCALED[rows, columns]
     if epilogue is None:
         return scaled
     after = op_of(epilogue).graph
@@ -84,6 +94,36 @@ def _scaled(function: str, rows: bool, columns: bool, epilogue: Epilogue | None)
     )
 
 
+def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
+    """Whether the scales are those of blocks: of x with its dimensions, of w with its three.
+
+    (T, 1) may be scales of rows, as PyTorch has them: w's then say what they are.
+
+    Raises
+    ------
+    ValueError
+        If blocks of one operand have scales and blocks of the other have none.
+    """
+    if not (isinstance(x, Tensor) and isinstance(w, Tensor) and w.ndim == 3):
+        return False  # refused later
+    fits_a = isinstance(scale_a, Tensor) and scale_a.ndim == x.ndim
+    fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 3
+    experts, k, n = w.shape
+    steps = mma.blocks(k)
+    if fits_b and not fits_a:
+        wanted = (*x.shape[:-1], steps)
+        raise ValueError(
+            f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of x: "
+            f"pass {wanted} as well. The same scale along K takes no copy, as in scale_a[..., None].expand{wanted}"
+        )
+    if fits_a and not fits_b and scale_a.shape[-1] != 1:
+        raise ValueError(
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of w: "
+            f"pass {(experts, mma.blocks(n), steps)} or {(experts, n, steps)} as well"
+        )
+    return fits_a and fits_b
+
+
 def _prepare(
     x: Tensor,
     w: Tensor,
@@ -92,7 +132,11 @@ def _prepare(
     scale_b: Tensor | float,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    return scaled_grouped_op(is_vector(scale_a), is_vector(scale_b), epilogue), (x, w, offsets, scale_a, scale_b)
+    if _are_of_blocks(x, w, scale_a, scale_b):
+        op = scaled_grouped_op(False, False, epilogue, True)
+    else:
+        op = scaled_grouped_op(is_vector(scale_a), is_vector(scale_b), epilogue)
+    return op, (x, w, offsets, scale_a, scale_b)
 
 
 @prepared_by(_prepare)
@@ -111,7 +155,8 @@ def scaled_grouped_gemm(
     """Compute D[rows of e] = epilogue(scale_a * scale_b[e] * (x[rows of e] @ w[e]), inputs) in one kernel.
 
     Groups are those of :func:`grouped_gemm`, and scales those of :func:`scaled_gemm`: factors, applied to the FP32 sums
-    before the epilogue and the one rounding of D. There are none for blocks along K.
+    before the epilogue and the one rounding of D. Or blocks along K have scales of their own: the products of each 128
+    of K are added up by themselves, and these sums in FP32, each times both scales.
 
     Parameters
     ----------
@@ -124,8 +169,11 @@ def scaled_grouped_gemm(
         (E,), INT32, on the device of x: the row at which each expert's rows end.
     scale_a : Tensor or float
         Of x: a number or a tensor without dimensions, or (T,), one for each row. FP32, FP16 or BF16.
+        Or (T, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
         Of w: a number or a tensor without dimensions, or (E, N), one for each column of each expert, or (N,).
+        With blocks of x, of blocks of w: (E, ceil(N / 128), ceil(K / 128)), one for each 128x128, or
+        (E, N, ceil(K / 128)), one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
     out, out_dtype, **inputs
@@ -171,7 +219,10 @@ def _prepare_masked(
     epilogue: Epilogue | None,
     expected_rows: int | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    op = scaled_masked_op(is_vector(scale_a), is_vector(scale_b), epilogue, expected_rows)
+    if _are_of_blocks(x, w, scale_a, scale_b):
+        op = scaled_masked_op(False, False, epilogue, True, expected_rows)
+    else:
+        op = scaled_masked_op(is_vector(scale_a), is_vector(scale_b), epilogue, False, expected_rows)
     return op, (x, w, counts, scale_a, scale_b)
 
 
@@ -204,8 +255,10 @@ def scaled_grouped_gemm_masked(
         (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
     scale_a : Tensor or float
         Of x: a number or a tensor without dimensions, or (E, M), one for each row. FP32, FP16 or BF16.
+        Or (E, M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
         Of w: a number or a tensor without dimensions, or (E, N), one for each column of each group, or (N,).
+        With blocks of x, of blocks of w as for :func:`scaled_grouped_gemm`.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
     expected_rows, out, out_dtype, **inputs

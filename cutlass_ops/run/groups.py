@@ -18,11 +18,11 @@ from cutlass_ops.declare.rows import nearest
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches
-from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes, repeats
+from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes, repeats
 from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
-from cutlass_ops.run.operands import Arguments
+from cutlass_ops.run.operands import Arguments, require_scalings
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
@@ -85,8 +85,9 @@ def check_arguments(
     ValueError
         If shapes or devices differ, or the epilogue has no meaning for groups.
     """
-    _check_operands(x, w, ends, form)
+    found = _check_operands(x, w, ends, form)
     require(graph, form)
+    require_scalings(graph, found, x, w, "xw")
     x, w = as_stored(x), as_stored(w)
     (*leading, k), (experts, _, n) = x.shape, w.shape
     fold("x", x, (prod(leading), k))  # one distance leads through the rows of all groups
@@ -95,7 +96,10 @@ def check_arguments(
     # A row or a matrix for each expert is no input of one GEMM, and the first one is.
     each = {i.name: as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
     shared = {**inputs, **{name: value[0] for name, value in each.items()}}
-    checked = check_inputs(graph, shared, x, w[0], tuple(leading))
+    blocks = {
+        i.name: check_blocks(i, inputs[i.name], x, w) for i in graph.inputs if i.kind in BLOCKS and i.name in inputs
+    }
+    checked = check_inputs(graph, shared, x, w[0], tuple(leading), blocks)
     for declared in graph.inputs:
         value = checked[declared.name]
         if declared.kind not in (Kind.COL, Kind.TILE) or not isinstance(value, Tensor):
@@ -107,21 +111,22 @@ def check_arguments(
             )
         checked[declared.name] = value.view(*leading, *value.shape[1:])  # as x has its rows
     (of_form,) = form.operands
-    found = {of_form: ends, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
+    values = {of_form: ends, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
     given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
-    spread = tuple(name for name, value in given if found[name].shape != value.shape)
+    spread = tuple(name for name, value in given if values[name].shape != value.shape)
     copied = tuple(name for name, value in given if name not in each and repeats(value))
     problem = Problem(leading[-1], n, k, experts)
-    return Arguments(problem, tuple(leading), x, w, found, spread, copied, form)
+    return Arguments(problem, tuple(leading), x, w, values, spread, copied, form)
 
 
-def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> None:
+def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> mma.MmaSpec:
     shape_of_x, (of_form,) = "(T, K)" if form == GROUPED else "(E, M, K)", form.operands
     for name, value, shape in (("x", x, shape_of_x), ("w", w, "(E, K, N)"), (of_form, ends, "(E,)")):
         require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != of_form):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS)) is None:
+    found = mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS))
+    if found is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     if x.shape[-1] != w.shape[1] or (form == MASKED and x.shape[0] != w.shape[0]):
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[-1] == w.shape[2] else ""
@@ -137,6 +142,7 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> None:
         )
     require_same_device("w", w, x, "x")
     require_same_device(of_form, ends, x, "x")
+    return found
 
 
 def _check_ends(name: str, ends: Tensor) -> None:

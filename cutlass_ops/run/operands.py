@@ -105,7 +105,7 @@ def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
     _, scale_b = (arguments.inputs[name] for name in graph.block_scales)
     n = arguments.problem.n
     assert isinstance(scale_b, Tensor)
-    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[0] == mma.blocks(n) else 1)
+    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[-2] == mma.blocks(n) else 1)
 
 
 def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
@@ -201,11 +201,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
             f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
             "are added up in FP32: omit math"
         )
-    if graph.block_scales and not found.scalings:
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
-            "there are for FP8 only: use a scale for each row and each column, or one number"
-        )
+    require_scalings(graph, found, a, b)
     if b.ndim > 2:
         return _check_batched(graph, a, b, inputs)._replace(math=math)
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
@@ -228,6 +224,21 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
         name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied, math=math)
+
+
+def require_scalings(graph: Graph, found: mma.MmaSpec, a: Tensor, b: Tensor, names: str = "ab") -> None:
+    """Refuse scales of blocks of operands that no main loop scales.
+
+    Raises
+    ------
+    TypeError
+        If they are such. The message calls the operands by `names`, a letter each.
+    """
+    if graph.block_scales and not found.scalings:
+        raise TypeError(
+            f"{names[0]} is {a.dtype} and {names[1]} is {b.dtype}, and {' and '.join(graph.block_scales)} are scales "
+            "of blocks, which there are for FP8 only: use a scale for each row and each column, or one number"
+        )
 
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:

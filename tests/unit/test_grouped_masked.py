@@ -346,7 +346,7 @@ def test_warm_calls_are_served_warm(device):
 
 
 def test_warm_calls_in_fp8_are_served_warm(device):
-    op = scaled_masked_op(True, True, None, 4)
+    op = scaled_masked_op(True, True, None, False, 4)
     x, w = torch.randn(2, 16, 64).to(E4M3), torch.randn(2, 32, 64).to(E4M3).mT
     before = op.served_warm
     for _ in range(2):

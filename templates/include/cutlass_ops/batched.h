@@ -203,6 +203,36 @@ class BatchedOperands {
     return x;
   }
 
+  template <class Element, int kRank>
+  struct Strided {
+    Element* values = nullptr;
+    int64_t strides[kRank] = {};
+  };
+
+  // A tensor that is only read, of these extents and any strides. Several of its elements may share memory.
+  template <class Element, int kRank>
+  Strided<Element, kRank> strided(int64_t const (&extents)[kRank]) {
+    int const at = call_.next_++;
+    DLTensor const* const t = call_.tensor<Element>(at);
+    if (t == nullptr) return {};
+    Strided<Element, kRank> x;
+    bool fits = t->ndim == kRank, ahead = true;
+    int64_t length = 1;
+    for (int i = 0; fits && i < kRank; ++i) {
+      fits = t->shape[i] == extents[i];
+      ahead = ahead && t->strides[i] >= 0;
+      x.strides[i] = t->strides[i];
+      length += (extents[i] - 1) * t->strides[i];
+    }
+    if (!fits) return fail_shape(at), Strided<Element, kRank>{};
+    if (Call::is_null(t)) return call_.fail(at, Reason::kNull), Strided<Element, kRank>{};
+    if (!ahead) return call_.fail(at, Reason::kMajor), Strided<Element, kRank>{};
+    if (Call::address(t) % sizeof(Element) != 0) return call_.fail(at, Reason::kAlignment), Strided<Element, kRank>{};
+    x.values = reinterpret_cast<Element*>(Call::address(t));
+    note<Element>(at, Use::kNone, x.values, length, 0, 1, {});
+    return x;
+  }
+
   template <class Element>
   void note(int at, Use use, void const* data, int64_t length, int64_t ld, int64_t runs, Batches const& batches) {
     constexpr uintptr_t kBytes = sizeof(Element);

@@ -47,6 +47,13 @@ struct RowGroups {
   }
 };
 
+// Scales of blocks along K: of A's rows, or of the groups' matrices. Those of a group begin at its first row, or by its number.
+struct GroupedScales : StridedScales {
+  int64_t by_row = 0, by_group = 0;
+
+  CUTLASS_DEVICE void move_to(int row, int group) { data += row * by_row + group * by_group; }
+};
+
 #if CUTLASS_OPS_HOST
 
 // Reads the arguments of one call: A, B, D, where groups end, and what the epilogue reads and writes. If A has three dimensions,
@@ -132,9 +139,32 @@ class GroupedOperands : BatchedOperands {
     return x;
   }
 
+  // Of A's rows, with any strides: (T, steps) or (E, M, steps).
+  template <class Element>
+  GroupedScales row_scales(Problem p, int64_t k_block) {
+    int64_t const steps = (p.k + k_block - 1) / k_block;
+    if (has_room_) return by_number(strided<Element, 3>({count_, p.m / count_, steps}));
+    auto const x = strided<Element, 2>({p.m, steps});
+    return {{x.values, x.strides[0], x.strides[1], p.m - 1}, x.strides[0], 0};
+  }
+
+  // Of the groups' matrices, with any strides: a line of steps for each `block` columns.
+  template <class Element>
+  GroupedScales weight_scales(Problem p, int64_t block, int64_t k_block) {
+    int64_t const steps = (p.k + k_block - 1) / k_block, rows = (p.n + block - 1) / block;
+    GroupedScales x = by_number(strided<Element, 3>({count_, rows, steps}));
+    x.last = int(rows) - 1;
+    return x;
+  }
+
   using BatchedOperands::check;
 
  private:
+  template <class Scales>
+  static GroupedScales by_number(Scales const& x) {
+    return {{x.values, x.strides[1], x.strides[2], 0}, 0, x.strides[0]};
+  }
+
   static constexpr int kWeights = 1;
 
   void expect_rows() { has_room_ ? expect(count_) : expect_none(); }

@@ -194,7 +194,7 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   int reached_ = 0;  // row at which the groups before it end
 };
 
-// A main loop whose rows of A begin where the tile's group does. The rows behind the group's are those of the next one, and
+// A main loop whose rows of A, and their scales, begin where the tile's group does. The rows behind the group's are those of the next one, and
 // behind A's last row zeros: their sums are not stored.
 template <class Base, bool kSwapped>
 class GroupedMainloop : public Base {
@@ -220,8 +220,16 @@ class GroupedMainloop : public Base {
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
-    int const first = params.groups.of(cute::get<1>(cute::get<3>(coord))).first;
-    Base::load(params, pipeline, state, at_row(tensors, first), coord, step, count, lane, rank, storage);
+    int const group = cute::get<1>(cute::get<3>(coord));
+    RowGroups::Rows const rows = params.groups.of(group);
+    auto scales = params.scales;
+    if constexpr (Base::kScaled) {
+      auto& of_rows = kSwapped ? scales.columns : scales.rows;
+      of_rows.move_to(rows.first, group);
+      of_rows.last = rows.size - 1;
+      (kSwapped ? scales.rows : scales.columns).move_to(rows.first, group);
+    }
+    Base::load(params, scales, pipeline, state, at_row(tensors, rows.first), coord, step, count, lane, rank, storage);
   }
 
   // What load_init returns, with A from a row on: (rows, K of a tile, tile's row, tile along K, batch).
