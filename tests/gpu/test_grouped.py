@@ -5,9 +5,10 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.base import mma
 from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run import named, ops
+from cutlass_ops.run import named, ops, reference
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op
 from cutlass_ops.run.registry import Registry
@@ -34,6 +35,10 @@ SIZES = {
 }
 
 
+# Inputs with a line for each row of x.
+OF_ROWS = ("COL", "TILE", "BLOCKS_A")
+
+
 def normal(*shape, dtype=BF16, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
@@ -50,13 +55,16 @@ def exact(graph, x, w, sizes, inputs):
         given = {}
         for declared in graph.inputs:
             value = inputs[declared.name]
-            if declared.kind.name == "PRODUCT" or (declared.kind.name == "ROW" and value.ndim == 2):
+            if declared.kind.name in ("PRODUCT", "BLOCKS_B") or (declared.kind.name == "ROW" and value.ndim == 2):
                 value = value[expert]
-            elif declared.kind.name in ("COL", "TILE"):
+            elif declared.kind.name in OF_ROWS:
                 value = value[rows]
             given[declared.name] = value
         if size:
-            for name, value in oracle.exact(graph, x[rows], w[expert], given).items():
+            a, b = x[rows], w[expert]
+            if graph.block_scales:
+                a, b = reference.dequantised(a, b, *(given[name].double() for name in graph.block_scales))
+            for name, value in oracle.exact(graph, a, b, given).items():
                 found[name].append(value)
     return {name: torch.cat(values) if values else None for name, values in found.items()}
 
@@ -90,7 +98,9 @@ def operands(spec, rows, experts, n, k):
 
 
 def inputs_of(spec, rows, experts, n, k):
-    shapes = {"ROW": (experts, n), "COL": (rows,), "TILE": (rows, n)}
+    shapes = {"ROW": (experts, n), "COL": (rows,), "TILE": (rows, n), "BLOCKS_A": (rows, mma.blocks(k))}
+    if spec.b.scaling is not None:
+        shapes["BLOCKS_B"] = (experts, -(-n // spec.b.transposed.scaling[0]), mma.blocks(k))
     found = {}
     for declared, operand in spec.typed_inputs:
         dtype = tensors.DTYPES[operand.dtype.name]
@@ -105,9 +115,14 @@ def inputs_of(spec, rows, experts, n, k):
     return found
 
 
+def of_blocks(spec, k):
+    """Return a K of several blocks if they have scales."""
+    return k + 2 * mma.BLOCK_K if spec.epilogue.block_scales else k
+
+
 def run(spec, sizes, n, k, unused=0, shared=()):
     """Run a kernel into framed outputs, and compare all of them with float64."""
-    used = sum(sizes)
+    used, k = sum(sizes), of_blocks(spec, k)
     rows = max(1, used + unused)
     x, w = operands(spec, rows, len(sizes), n, k)
     x[used:] = torch.nan
@@ -236,21 +251,23 @@ COUNTS = {
 
 def run_with_room(spec, counts, room, n, k, shared=()):
     """Run a kernel into framed outputs of groups with room, and compare all of them with float64."""
-    groups, sizes = len(counts), [min(max(count, 0), room) for count in counts]
+    groups, sizes, k = len(counts), [min(max(count, 0), room) for count in counts], of_blocks(spec, k)
     used = torch.cat([group * room + torch.arange(size) for group, size in enumerate(sizes)]).cuda()
     x, w = operands(spec, groups * room, groups, n, k)
     for group, size in enumerate(sizes):
         x[group * room + size : (group + 1) * room] = torch.nan
     inputs = inputs_of(spec, groups * room, groups, n, k)
     inputs |= {name: inputs[name][0] for name in shared if name in inputs}
-    of_rows = {i.name for i in spec.epilogue.inputs if i.kind.name in ("COL", "TILE")}
-    given = [x.unflatten(0, (groups, room)) if name in of_rows else x for name, x in inputs.items()]
+    of_rows = {i.name for i in spec.epilogue.inputs if i.kind.name in OF_ROWS}
+    given = {name: x.unflatten(0, (groups, room)) if name in of_rows else x for name, x in inputs.items()}
+    # Scales of blocks may lie as DeepGEMM has them, by columns.
+    given |= {i.name: given[i.name].mT.contiguous().mT for i in spec.epilogue.inputs if i.kind.name == "BLOCKS_A"}
     types = (spec.d, *spec.outputs)
     framed = [Framed(groups * room, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
     names = [o.name for o in spec.epilogue.outputs]
     out = {name: f.out.unflatten(0, (groups, room)) for name, f in zip(names, framed, strict=True)}
     ends = torch.tensor(counts, device="cuda", dtype=torch.int32)
-    co.build(spec)(x.unflatten(0, (groups, room)), w, ends, *given, out=out)
+    co.build(spec)(x.unflatten(0, (groups, room)), w, ends, *given.values(), out=out)
     own = {name: value[used] if name in of_rows else value for name, value in inputs.items()}
     wanted = exact(spec.epilogue, x.double()[used], w, sizes, own)  # FP8 has no indices
     for name, f in zip(names, framed, strict=True):
@@ -554,3 +571,22 @@ def test_calls_with_room():
         assert out[group, size:].isnan().all()
         if size:
             oracle.assert_close(out[group, :size], wanted[group, :size])
+
+
+@pytest.mark.parametrize("of_w", [128, 1], ids=["128x128", "128x1"])
+def test_a_call_with_scales_of_blocks(of_w):
+    """Groups that follow each other, and with room: one kernel serves both."""
+    n, k, sizes = 264, 400, [30, 0, 66]
+    x = normal(96, k).to(torch.float8_e4m3fn)
+    w = normal(3, n, k).to(torch.float8_e5m2).mT
+    scale_a = torch.rand(96, mma.blocks(k), device="cuda") + 0.1
+    scale_b = torch.rand(3, -(-n // of_w), mma.blocks(k), device="cuda") + 0.1
+    inputs = {"scale_a": scale_a, "scale_b": scale_b}
+    wanted = exact(composed.scaled_blocks.graph, x, w, sizes, inputs)["d"]
+    oracle.assert_close(co.scaled_grouped_gemm(x, w, offsets_of(sizes), scale_a, scale_b), wanted)
+    counts = torch.tensor([30, 0, 32], device="cuda", dtype=torch.int32)
+    room = x.view(3, 32, k), w, counts, scale_a.view(3, 32, -1), scale_b
+    found = co.scaled_grouped_gemm_masked(*room, expected_rows=32)
+    oracle.assert_close(found[0, :30], wanted[:30])
+    of_last = {"scale_a": scale_a[64:], "scale_b": scale_b[2:]}
+    oracle.assert_close(found[2], exact(composed.scaled_blocks.graph, x[64:], w[2:], [32], of_last)["d"])
