@@ -367,9 +367,9 @@ def call_at(
         Kind.TILE: lambda name: empty(m, n, "row", read(name)),
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
-        Kind.PRODUCT: lambda name: empty(k, n, b),
+        Kind.PRODUCT: lambda name: empty(k, n, b, lead=of_b),
         Kind.BLOCKS_A: lambda name: empty(m, mma.blocks(k), "row", torch.float32),
-        Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32),
+        Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32, of_b),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     offsets = torch.empty((problem.count,), dtype=torch.int32, device="meta") if form.operands else None
