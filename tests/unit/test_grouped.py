@@ -352,9 +352,9 @@ def test_a_prepared_launch(device):
     close(launch(), x.double() @ w[0].double())
 
 
-@pytest.mark.usefixtures("session")
-def test_a_call_without_measurements_says_nothing_of_tuning():
-    assert "tune()" not in explain_call("grouped_gemm", made(builtin.identity.graph, n=72, k=8), H100).why
+def test_a_call_without_measurements_says_how_to_tune():
+    why = explain_call("grouped_gemm", made(builtin.identity.graph, n=72, k=8), H100).why
+    assert "(run cutlass_ops.tune(groups=...) to measure)" in why
 
 
 def test_a_call_of_extents_has_groups():
