@@ -154,7 +154,13 @@ def masked_op(epilogue: Epilogue | None = None, expected_rows: int | None = None
     TypeError, ValueError
         If `epilogue` is not an epilogue, or has no meaning for groups, or `expected_rows` is no positive int.
     """
-    return MaskedOp(op_of(epilogue).epilogue, groups.expected(expected_rows))
+    return masked_op_of(op_of(epilogue).epilogue, groups.expected(expected_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def masked_op_of(epilogue: Epilogue, expected: int) -> MaskedOp:
+    """Return the op of an epilogue: one for numbers of rows that are expected near each other."""
+    return MaskedOp(epilogue, expected)
 
 
 def masked_again(name: str, plain: Any) -> MaskedOp:

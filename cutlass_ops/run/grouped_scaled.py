@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from cutlass_ops.base import mma
 from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.run import groups, traced
-from cutlass_ops.run.grouped import GroupedOp, MaskedOp
+from cutlass_ops.run.grouped import GroupedOp, MaskedOp, masked_op_of
 from cutlass_ops.run.ops import Op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.scaled import is_vector
@@ -65,9 +66,10 @@ def scaled_masked_op(
         If `epilogue` is not an epilogue, or cannot follow, or `expected_rows` is no positive int.
     """
     scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
-    return MaskedOp(_then("grouped_gemm_masked", scaled, epilogue), groups.expected(expected_rows))
+    return masked_op_of(_then("grouped_gemm_masked", scaled, epilogue), groups.expected(expected_rows))
 
 
+@functools.lru_cache(maxsize=1024)
 def _then(function: str, scaled: Epilogue, epilogue: Epilogue | None) -> Epilogue:
     """Return the epilogue of scales, before the one that follows.
 

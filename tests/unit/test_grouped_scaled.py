@@ -271,6 +271,8 @@ def test_calls_with_blocks_are_served_warm(monkeypatch):
             torch.testing.assert_close(op(x, w, ENDS, scales, scale_b)[:10], wanted)
         assert (op.served_warm, op.refused_warm) == (2, 0)
         masked = scaled_masked_op(False, False, None, True, 3)
+        biased = [scaled_masked_op(True, True, builtin.bias, False, rows) for rows in (298, 299)]
+        assert biased[0] is biased[1]
         counts = torch.tensor([2], dtype=torch.int32)
         found = masked(x[None], w[:1], counts, scale_a[None], scale_b[:1])
         torch.testing.assert_close(found[0, :2], wanted[:2])
