@@ -222,14 +222,21 @@ class GroupedMainloop : public Base {
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
     int const group = cute::get<1>(cute::get<3>(coord));
     RowGroups::Rows const rows = params.groups.of(group);
-    auto scales = params.scales;
+    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, at_row(tensors, rows.first), coord, step, count,
+               lane, rank, storage);
+  }
+
+  // The scales of a group's blocks, if blocks have any: they begin where those of its rows and of its matrix do.
+  template <class Scales>
+  CUTLASS_DEVICE static Scales scales_of(Scales scales, RowGroups::Rows rows, int group) {
     if constexpr (Base::kScaled) {
       auto& of_rows = kSwapped ? scales.columns : scales.rows;
+      auto& of_weight = kSwapped ? scales.rows : scales.columns;
       of_rows.move_to(rows.first, group);
       of_rows.last = rows.size - 1;
-      (kSwapped ? scales.rows : scales.columns).move_to(rows.first, group);
+      of_weight.move_to(rows.first, group);
     }
-    Base::load(params, scales, pipeline, state, at_row(tensors, rows.first), coord, step, count, lane, rank, storage);
+    return scales;
   }
 
   // What load_init returns, with A from a row on: (rows, K of a tile, tile's row, tile along K, batch).
