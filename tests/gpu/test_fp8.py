@@ -102,6 +102,21 @@ def test_every_kernel_that_a_weight_may_need_is_right(m):
         assert_close(found, wanted)
 
 
+def test_no_flag_of_ptxas_is_left_that_gives_a_register_its_former_value():
+    """Before such flags were cleared, this kernel's D was zero in four columns of 192, in every second eight rows."""
+    m, n, k = 512, 768, 1024
+    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
+    op = scaled_op(False, False, None)
+    inputs = {"scale_a": scale_x.amax(), "scale_b": scale_w.amax()}
+    call = check_call(op.graph, x, w.t(), inputs, None, None, math="fast")
+    device = device_of(x.device)
+    tile = co.ThreadblockShape(128, 192, 128)
+    config = co.Sm90Config(tile, cluster=co.ClusterShape(2, 1), schedule="pingpong")
+    found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
+    wanted = x.double() @ w.double().t() * scale_x.amax().double() * scale_w.amax().double()
+    assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])
 def test_scales_that_are_not_usual(scale):
     (x, _), (w, _) = draw(48, 512, E4M3), draw(64, 512, E4M3)

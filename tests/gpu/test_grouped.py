@@ -90,10 +90,10 @@ class Framed:
 def operands(spec, rows, experts, n, k):
     """Draw x and w of a kernel's types, with lines longer than the extents."""
     dtype = tensors.DTYPES[spec.a.dtype.name]
-    step = 16 // dtype.itemsize
-    x = normal(rows, -(-k // step) * step + step, dtype=dtype, scale=k**-0.25)[:, :k]
+    line = 16 // dtype.itemsize
+    x = normal(rows, k + line, dtype=dtype, scale=k**-0.25)[:, :k]
     inner, outer = (n, k) if spec.b.major == "row" else (k, n)
-    w = normal(experts, outer, -(-inner // step) * step + step, dtype=dtype, scale=k**-0.25)[..., :inner]
+    w = normal(experts, outer, -(-inner // line) * line + line, dtype=dtype, scale=k**-0.25)[..., :inner]
     return x, w if spec.b.major == "row" else w.mT
 
 
@@ -115,14 +115,15 @@ def inputs_of(spec, rows, experts, n, k):
     return found
 
 
-def of_blocks(spec, k):
-    """Return a K of several blocks if they have scales."""
-    return k + 2 * mma.BLOCK_K if spec.epilogue.block_scales else k
+def extent_of_k(spec, k):
+    """Return a K of whole pieces of 16 bytes, and of several blocks if they have scales."""
+    k += 2 * mma.BLOCK_K if spec.epilogue.block_scales else 0
+    return -(-k * spec.a.dtype.bytes // 16) * 16 // spec.a.dtype.bytes
 
 
 def run(spec, sizes, n, k, unused=0, shared=()):
     """Run a kernel into framed outputs, and compare all of them with float64."""
-    used, k = sum(sizes), of_blocks(spec, k)
+    used, k = sum(sizes), extent_of_k(spec, k)
     rows = max(1, used + unused)
     x, w = operands(spec, rows, len(sizes), n, k)
     x[used:] = torch.nan
@@ -188,8 +189,8 @@ FALSE = {
 @pytest.mark.parametrize("name", SPECS)
 def test_false_offsets_reach_nothing_outside(name, offsets):
     spec, rows, n = SPECS[name], 300, 136
-    x, w = operands(spec, rows, len(offsets), n, 72)
-    inputs = inputs_of(spec, rows, len(offsets), n, 72)
+    x, w = operands(spec, rows, len(offsets), n, 80)
+    inputs = inputs_of(spec, rows, len(offsets), n, 80)
     types = (spec.d, *spec.outputs)
     framed = [Framed(rows, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
     names = [o.name for o in spec.epilogue.outputs]
@@ -251,7 +252,7 @@ COUNTS = {
 
 def run_with_room(spec, counts, room, n, k, shared=()):
     """Run a kernel into framed outputs of groups with room, and compare all of them with float64."""
-    groups, sizes, k = len(counts), [min(max(count, 0), room) for count in counts], of_blocks(spec, k)
+    groups, sizes, k = len(counts), [min(max(count, 0), room) for count in counts], extent_of_k(spec, k)
     used = torch.cat([group * room + torch.arange(size) for group, size in enumerate(sizes)]).cuda()
     x, w = operands(spec, groups * room, groups, n, k)
     for group, size in enumerate(sizes):
