@@ -158,11 +158,14 @@ REFUSED = {
         lambda: co.grouped_gemm(A, W.t()[None], torch.tensor([24]), math="tf32"),
         "grouped_gemm takes no math",
     ),
-    "RMSNorm": (lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^rmsnorm_gemm takes no math: .* Convert"),
+    "RMSNorm": (
+        lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"),
+        "^rmsnorm_gemm takes math 'fast' or .* Convert",
+    ),
     "LayerNorm": (lambda: co.layernorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^layernorm_gemm takes no math: "),
     "residual": (
         lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6, math="tf32"),
-        "^gemm_residual_rms takes no math: ",
+        "^gemm_residual_rms takes math 'fast' or 'promoted', for FP8: ",
     ),
     "residual without math": (
         lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6),
