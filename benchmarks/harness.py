@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,19 +43,24 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
             future.result()
 
 
-def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature, Problem]:
+def asked(
+    op: Op, arguments: Sequence[Any], device: Device, out_dtype: torch.dtype | None = None
+) -> tuple[OpSignature, Problem]:
     """Return the signature, device and problem of an op's call, whose tensors need no data."""
     a, b, *inputs = arguments
-    call = op.checked_call(a, b, inputs, None)
+    call = op.checked_call(a, b, inputs, None, out_dtype)
     return signature_of(call, device), call.problem
 
 
-def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:
-    """Compile the kernels of calls in parallel. Each is an op and its arguments, with tensors on "meta"."""
+def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]], out_dtypes: Iterable[torch.dtype | None] = ()) -> None:
+    """Compile the kernels of calls in parallel. Each is an op and its arguments, with tensors on "meta".
+
+    They give D in `out_dtypes`, if there are any.
+    """
     device = device_of(torch.device("cuda", 0))
     specs = {}
-    for op, arguments in calls:
-        signature, problem = asked(op, arguments, device)
+    for (op, arguments), out_dtype in zip(calls, itertools.chain(out_dtypes, itertools.repeat(None)), strict=False):
+        signature, problem = asked(op, arguments, device, out_dtype)
         specs[dispatch.choose(signature, device, problem)[0]] = None
     build_many(list(specs))
 

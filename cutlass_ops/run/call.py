@@ -24,6 +24,7 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, MASKED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
+from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import batches, groups, matrices, operands, reference
@@ -256,7 +257,7 @@ def check_call(
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
     multiplied = mma.mma_of(*arguments.types)
     assert multiplied is not None  # the check of A and B found it
-    known = [getattr(torch, t.torch_name) for t in multiplied.stored]
+    known = [getattr(torch, t.torch_name) for t in multiplied.results]
     if out_dtype is not None and out_dtype not in known:
         *others, last = map(str, known)
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(others)}{' or ' if others else ''}{last}")
@@ -267,7 +268,8 @@ def check_call(
     outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            allowed = multiplied.stored if output.reduce is None else multiplied.read
+            stored = multiplied.results if position == 0 else multiplied.stored
+            allowed = stored if output.reduce is None else multiplied.read
             outputs.append(check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
@@ -276,6 +278,9 @@ def check_call(
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(output.kind, arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+    why = integers.why_not(graph) if outputs[0].dtype is torch.int32 else None
+    if why is not None:
+        raise TypeError(f"{'out_dtype' if given[0] is None else 'out'} is {outputs[0].dtype}, and {why}")
     if quantized is not None:
         check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
     if any(t is not None for t in given):

@@ -96,6 +96,7 @@ class Kernel(Warm):
             return results
         plan = make_plan(self.name, self.spec, self.spec.order, call, exact=True)
         plan.launch_call(call)
+        self.copied_operands += plan.copies
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)
 

@@ -111,6 +111,9 @@ def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
 def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
     """Return the majors that B may have; refuse A and B if their types are read along K only and they are not so.
 
+    That is not refused where kernels copy such operands: for one GEMM, of types other than FP8. Of types that ``wgmma``
+    reads along K only, lines along K come first, in case that B has both majors.
+
     Raises
     ------
     ValueError
@@ -118,13 +121,17 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     """
     a, b = arguments.a, arguments.b
     found = mma.mma_of(*arguments.types)
-    if found is None or not found.along_k_only:
+    if found is None or not found.wgmma_k_major_only:
         return MAJORS
+    if not found.along_k_only or (found.copyable and arguments.form == DENSE):
+        return MAJORS[::-1]
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         element = element_type(name, tensor)
         lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
         if lines is None:
             once = "pass weight.t() of a contiguous weight (N, K)"
+            if arguments.form == BATCHED:
+                once = "pass weights.mT of contiguous weights (..., N, K)"
             once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
             instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(

@@ -17,7 +17,7 @@ from cutlass_ops.base.errors import LoadError
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.outputs import output_name
 from cutlass_ops.run.registry import Registry
@@ -35,6 +35,10 @@ class AnyPlan(Protocol):
     @property
     def alignment(self) -> int:
         """What it asks of the matrices' addresses and lines, in elements."""
+
+    @property
+    def copies(self) -> int:
+        """How many matrices it copies at each call."""
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Serve a warm call; None if it does not take its arguments."""
@@ -88,11 +92,14 @@ class Plan:
         How the kernel is launched.
     shape, others : tuple
         The caller's shape of D and of the other outputs. The kernel folds leading dimensions.
+    copies : int
+        How many matrices the kernel copies at each call, ahead of multiplying them.
     """
 
     way: Way
     shape: tuple[int, ...]
     others: tuple[tuple[int, ...], ...] = ()
+    copies: int = 0
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's unchecked arguments.
@@ -220,7 +227,15 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
     way = make_way(name, spec, order, call.problem, arguments.a.device, made, misaligned)
-    return Plan(way, shapes[0], shapes[1:])
+    return Plan(way, shapes[0], shapes[1:], copies_of(spec))
+
+
+def copies_of(spec: KernelSpec) -> int:
+    """Return how many matrices a kernel copies at each call, ahead of multiplying them."""
+    if not spec.config.copies:
+        return 0
+    of_a, of_b = copied(spec.a, spec.b)
+    return of_a + of_b * (1 + len(spec.epilogue.products))
 
 
 def make_way(

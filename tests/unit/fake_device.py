@@ -9,6 +9,7 @@ from signatures import H100
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import Reason
+from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import i32
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
@@ -122,8 +123,8 @@ class FakeDevice:
             out = dict(zip(names, (d, *others), strict=True))
             with torch.no_grad():  # a kernel sees memory, and refuses no gradient
                 (given,) = offsets or [None]
-                form = groups.form_of_call(spec.form, a)
-                call.check_call(graph, a, b, named, out, None, offsets=given, form=form).run_reference()
+                math, form = mma.math_of(spec.a.dtype), groups.form_of_call(spec.form, a)
+                call.check_call(graph, a, b, named, out, None, offsets=given, math=math, form=form).run_reference()
             self.launches.append(
                 SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
             )
