@@ -25,12 +25,14 @@ from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import format2, selection
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
 from cutlass_ops.declare.signature import signature_to_json as signature_to_json
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.spreads import ASSUMED
 
 FORMAT = 3
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
@@ -49,6 +51,7 @@ _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
 _MAX_PEERS = 16
+_MAX_SPREADS = 16
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # Bounds of measurements: far beyond any kernel's, with finite ratios and logarithms. A table has three digits of a
 # microsecond.
@@ -97,18 +100,25 @@ class Point:
         Measurements, fastest first.
     peers : tuple of (str, float)
         Microseconds of peers, by name.
+    spreads : tuple of str
+        Of groups: how their rows were spread (``kinds/spreads.py``), if not in all ways that are assumed. Times are
+        geometric means over these.
     """
 
     problem: Problem
     date: str
     measured: tuple[Measured, ...]
     peers: tuple[tuple[str, float], ...] = ()
+    spreads: tuple[str, ...] = ()
 
     def joined(self, older: Point) -> Point:
         """Return the point with an older point's other kernels, rescaled by a kernel that both have.
 
-        Without such a kernel, the older measurements are not comparable and are dropped.
+        Without such a kernel, or of rows that were spread otherwise, the older measurements are not comparable and are
+        dropped.
         """
+        if self.spreads != older.spreads:
+            return self
         before = {m.config: m for m in reversed(older.measured)}
         anchor = next((m for m in self.measured if m.config in before), None)
         if anchor is None:
@@ -167,6 +177,8 @@ class Table:
             refusal = self.signature.form.refuses(point.problem)
             if refusal:
                 raise ConfigError(refusal)
+            if point.spreads and self.signature.form != GROUPED:
+                raise ConfigError(f"problem {point.problem} has spreads, and the form {self.signature.form} no groups")
         object.__setattr__(self, "points", ordered)
 
     def is_about(self, signature: OpSignature, device: str) -> bool:
@@ -264,6 +276,7 @@ class Table:
                         for m in p.measured
                     ],
                     "peers": {name: round(us, 3) for name, us in p.peers},
+                    **({"spreads": list(p.spreads)} if p.spreads else {}),
                 }
                 for p in self.points
             ],
@@ -321,7 +334,10 @@ class Table:
             measured = (
                 Measured(configs[at], float(us), float(behind), orders[o]) for at, o, us, behind in given["measured"]
             )
-            return Point(Problem(*given["problem"]), given["date"], tuple(measured), tuple(given["peers"].items()))
+            return Point(
+                Problem(*given["problem"]), given["date"], tuple(measured), tuple(given["peers"].items()),
+                tuple(given.get("spreads", ())),
+            )  # fmt: skip
 
         return cls(
             device=data["device"],
@@ -454,7 +470,9 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
 
 
 def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Point:
-    fields = checked_json.mapping(data, "a point", "problem date measured peers")
+    # Left out where there are no groups, or rows were spread in all ways.
+    spread = isinstance(data, dict) and "spreads" in data
+    fields = checked_json.mapping(data, "a point", "problem date measured peers" + " spreads" * spread)
     problem = Problem.from_json(fields["problem"])
     date = checked_json.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
@@ -468,7 +486,12 @@ def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder])
     times = tuple(
         (checked_json.text(n, "peers"), checked_json.number(us, "peers", *MICROSECONDS)) for n, us in peers.items()
     )
-    return Point(problem, date, tuple(_measured(row, configs, orders) for row in rows), times)
+    names = checked_json.sequence(fields["spreads"], "spreads", _MAX_SPREADS) if spread else ()
+    spreads = tuple(checked_json.text(name, "spreads") for name in names)
+    known = tuple(each.name for each in ASSUMED if each.name in spreads)
+    if spread and (known != spreads or len(known) in (0, len(ASSUMED))):
+        raise ConfigError(f"spreads is {checked_json.shown(spreads)}: some of the known ones, in their order")
+    return Point(problem, date, tuple(_measured(row, configs, orders) for row in rows), times, spreads)
 
 
 def _place(value: object, what: str, among: Sequence[object]) -> int:

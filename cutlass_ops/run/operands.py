@@ -30,7 +30,8 @@ class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
     Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs. Those of groups
-    of K have A and B in two dimensions, and others as batched ones have them.
+    of K have A and B in two dimensions, and others as batched ones have them. Masked ones are as batched ones, with how
+    many rows each group has as the first of the inputs; columns and tiles have all groups.
 
     Attributes
     ----------
@@ -47,6 +48,8 @@ class Arguments(NamedTuple):
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     math : str or None
         What the Tensor Cores make of FP32, or how sums of FP8 products are added up.
+    expected : int
+        Of masked ones: the rows that a group is expected to have, for which a kernel is chosen. 0 if nobody says.
     """
 
     problem: Problem
@@ -58,6 +61,7 @@ class Arguments(NamedTuple):
     copied: tuple[str, ...] = ()
     form: Form = DENSE
     math: mma.Math | None = None
+    expected: int = 0
 
     @property
     def types(self) -> tuple[DType, DType]:
@@ -101,7 +105,7 @@ def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
     _, scale_b = (arguments.inputs[name] for name in graph.block_scales)
     n = arguments.problem.n
     assert isinstance(scale_b, Tensor)
-    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[0] == mma.blocks(n) else 1)
+    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[-2] == mma.blocks(n) else 1)
 
 
 def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
@@ -204,11 +208,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
             f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
             "are added up in FP32: omit math"
         )
-    if graph.block_scales and not found.scalings:
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
-            "there are for FP8 only: use a scale for each row and each column, or one number"
-        )
+    require_scalings(graph, found, a, b)
     if b.ndim > 2:
         return _check_batched(graph, a, b, inputs)._replace(math=math)
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
@@ -231,6 +231,21 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
         name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied, math=math)
+
+
+def require_scalings(graph: Graph, found: mma.MmaSpec, a: Tensor, b: Tensor, names: str = "ab") -> None:
+    """Refuse scales of blocks of operands that no main loop scales.
+
+    Raises
+    ------
+    TypeError
+        If they are such. The message calls the operands by `names`, a letter each.
+    """
+    if graph.block_scales and not found.scalings:
+        raise TypeError(
+            f"{names[0]} is {a.dtype} and {names[1]} is {b.dtype}, and {' and '.join(graph.block_scales)} are scales "
+            "of blocks, which there are for FP8 only: use a scale for each row and each column, or one number"
+        )
 
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:

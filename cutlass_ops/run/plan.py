@@ -14,7 +14,7 @@ from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.dtypes import i32
 from cutlass_ops.base.errors import LoadError
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied
@@ -161,7 +161,7 @@ class Plan:
         workspace = self._workspace(call.arguments.a) if way.workspace else None
         status = way.launch(*arguments, way.raster, way.swizzle, workspace)
         if status != 0:
-            raise _explain(status, self.spec, arguments)
+            raise _explain(status, self.spec, arguments, call.arguments.form)
 
     def prepared(self, call: Call) -> tuple[Callable[[], object], Tensor | None]:
         """Return a function that launches on exactly a checked call's tensors, and the memory that it uses besides.
@@ -176,7 +176,7 @@ class Plan:
         every = (*arguments, way.raster, way.swizzle, workspace)
         found = way.kernel.prepare(*every, loader.stream_api())
         if isinstance(found, int):
-            raise _explain(found, self.spec, arguments)
+            raise _explain(found, self.spec, arguments, call.arguments.form)
         if found is not None:
             return found, workspace
 
@@ -184,7 +184,7 @@ class Plan:
         def launch() -> None:
             status = way.kernel.launch(*every)
             if status != 0:
-                raise _explain(status, self.spec, arguments)
+                raise _explain(status, self.spec, arguments, call.arguments.form)
 
         return launch, workspace
 
@@ -288,11 +288,11 @@ def in_range(name: str, launch: Callable[..., _Result]) -> Callable[..., _Result
     return launch_in_range
 
 
-def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:
+def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any], form: Form) -> Exception:
     """Return a readable error for a kernel's refusal."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
-    of_form = spec.form.operands
+    of_form = form.operands
     names = ["a", "b", "out", *of_form, *(i.name for i in inputs), *map(output_name, outputs)]
     types = [spec.a, spec.b, spec.d, *(Operand(i32, "row", 1) for _ in of_form), *spec.inputs, *spec.outputs]
     if position >= len(names):

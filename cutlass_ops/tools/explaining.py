@@ -20,7 +20,7 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED, Form
+from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec, copied
@@ -367,7 +367,8 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
-    measure = "" if policy.signature.form.operands else " (run cutlass_ops.tune() to measure)"
+    of_groups = {GROUPED: " (run cutlass_ops.tune(groups=...) to measure)", RAGGED_K: ""}
+    measure = of_groups.get(policy.signature.form, " (run cutlass_ops.tune() to measure)")
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
@@ -432,7 +433,7 @@ def _groups(problem: Problem, form: Form) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
     if not form.operands:
         return ()
-    mean, spread = (problem.m, ", spread in several ways") if form == GROUPED else (problem.k, "")
+    mean, spread = (problem.k, "") if form == RAGGED_K else (problem.m, ", spread in several ways")
     says = (
         f"chosen for {problem.count} with a mean of {mean} rows{spread}, since only the device knows how many each has"
     )

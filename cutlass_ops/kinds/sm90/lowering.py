@@ -243,7 +243,8 @@ def _mainloop_options(spec: KernelSpec) -> str:
     if _config(spec).accumulation == "promoted":
         means = ["void", "cutlass_ops::NoRows", "true"]
     if spec.epilogue.block_scales:
-        means.append("cutlass_ops::BlockScales<{}, {}>".format(*footprint.scaled_rows(spec)))
+        blocks = [*map(str, footprint.scaled_rows(spec)), *(["cutlass_ops::GroupedScales"] * (spec.form == GROUPED))]
+        means.append(f"cutlass_ops::BlockScales<{', '.join(blocks)}>")
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]
