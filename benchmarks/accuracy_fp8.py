@@ -1,6 +1,6 @@
 """Measures errors of FP8 GEMMs over K, beside those of torch._scaled_mm.
 
-    python benchmarks/accuracy_fp8.py --out benchmarks/results/accuracy_fp8_h100.json
+    python benchmarks/accuracy_fp8.py --out benchmarks/results/accuracy_fp8_h200.json
     python benchmarks/accuracy_fp8.py --ks 64 1024    # without --out it only prints
     python benchmarks/accuracy_fp8.py --write         # docs/fp8.md, from benchmarks/results
 
@@ -154,7 +154,7 @@ def text(result: Result) -> str:
 
 
 REPORT = over_k.Report(
-    "benchmarks/accuracy_fp8.py", "benchmarks/results/accuracy_fp8_h100.json", "docs/fp8.md", "errors over K", text
+    "benchmarks/accuracy_fp8.py", "benchmarks/results/accuracy_fp8_h200.json", "docs/fp8.md", "errors over K", text
 )
 
 if __name__ == "__main__":

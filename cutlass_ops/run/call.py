@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
+from cutlass_ops.base.dtypes import FP8, bf16, f32, f64, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
@@ -454,10 +454,9 @@ def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
 
-# The greatest K of which sums are `fast` by default. results/fp8_tensor_h200.json, with BF16 results of K = 4096:
-# `fast` has an error of 0.0021, and torch._scaled_mm(use_fast_accum=False) one of 0.00166, most of it the rounding.
-# If the square of the rest grows as K does, the whole is 10% more than without it from about K = 1400 on.
-_FAST_K = 1024
+# The greatest K of which sums are `fast` by default: up to there they have at most 1.1 times the error of promoted ones
+# (docs/fp8.md). Rounding to BF16 hides more of it than what FP16 and FP32 keep.
+_FAST_K_TO_BF16, _FAST_K = 1024, 128
 
 
 def accumulation(call: Call) -> tuple[mma.Math | None, str]:
@@ -471,11 +470,14 @@ def accumulation(call: Call) -> tuple[mma.Math | None, str]:
         return call.arguments.math, f"math={call.arguments.math!r}"
     if call.arguments.form.operands:
         return "fast", "groups have no other"
-    if element_type("out", call.outputs[0]) in FP8:
-        return "fast", "rounding D to FP8 takes far more than that"
-    if call.problem.k <= _FAST_K:
-        return "fast", f"K is at most {_FAST_K}"
-    return "promoted", f"K is more than {_FAST_K}, of which math='fast' would add more than a tenth to the error"
+    tiles = (t for o, t in zip(call.graph.outputs, call.outputs, strict=True) if o.kind is Kind.TILE)
+    rounded = {element_type("out", tile) for tile in tiles}.difference(FP8)
+    if not rounded:
+        return "fast", "rounding to FP8 takes far more than that"
+    longest = _FAST_K_TO_BF16 if rounded == {bf16} else _FAST_K
+    if call.problem.k <= longest:
+        return "fast", f"K is at most {longest}"
+    return "promoted", f"K is more than {longest}, of which math='fast' would add more than a tenth to the error"
 
 
 @without_modes()

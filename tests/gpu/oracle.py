@@ -76,6 +76,8 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     finite = stored.isfinite() & x.isfinite()
     # What rounds to the largest number or to infinity may do the other. FP8 has no infinities here: it saturates.
     near_the_end = (wanted.abs() / about.max - 1).abs() < (_WORST * (about.eps + sums) if about.bits > 8 else 0.0)
+    if moved is not None:  # a sum near 0 times a great scale
+        near_the_end |= (wanted.abs() - moved.abs() <= about.max) & (wanted.abs() + moved.abs() >= about.max)
     alike = (finite & bool(sums)) | (x == stored) | (x.isnan() & stored.isnan()) | near_the_end
     saturated = stored.where(wanted.abs() > about.max, wanted)
     difference, size = ((y.where(finite, 0.0)) for y in (x - saturated, saturated))

@@ -29,7 +29,9 @@ def call(k, math=None, graph=builtin.identity.graph, **named):
     [
         (call(1024), "fast"),
         (call(1040), "promoted"),
-        (call(4096, out_dtype=torch.float32), "promoted"),
+        (call(128, out_dtype=torch.float32), "fast"),
+        (call(144, out_dtype=torch.float32), "promoted"),
+        (call(144, out_dtype=torch.float16), "promoted"),
         (call(4096, out_dtype=E4M3), "fast"),
         (call(4096, "fast"), "fast"),
         (call(128, "promoted"), "promoted"),
