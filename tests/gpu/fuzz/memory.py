@@ -76,7 +76,8 @@ class Memory:
     def placed(self, shape: Sequence[int], dtype: torch.dtype, major: str = "row", *, aligned: bool = True) -> Placed:
         """Return a matrix, with batches before it, whose lines begin at multiples of 16 bytes, or anywhere."""
         *batches, rows, columns = shape
-        lines, length = (rows, columns) if major == "row" else (columns, rows)
+        # An empty matrix lies as a part of one that is not.
+        lines, length = (max(1, x) for x in ((rows, columns) if major == "row" else (columns, rows)))
         step = _VECTOR_BYTES // dtype.itemsize if aligned else 1
         # Not aligned: even distances, so that the lines' length is odd if their extent is.
         gaps = (0, 0, step, 4 * step) if aligned else (0, 0, 2, 8)
