@@ -34,12 +34,10 @@ _PRIOR = 1.0
 _NOISE = 0.005
 # Weight of nearby measurements from which a time counts as interpolated.
 _NEAR = 0.5
-# Notes whose weights are computed at once, unless a kernel has more.
-_NOTES_AT_ONCE = 192
-# Problems to compare with notes at once: bounds memory.
+# Problems to foretell at once: bounds memory.
 _AT_ONCE = 128
-# From so many problems on, notes are summed by a product of matrices.
-_MANY = 12
+# From so many problems on, notes are summed by products of matrices, those of so many kernels together.
+_MANY, _TOGETHER = 12, 16
 
 
 @dataclass(frozen=True)
@@ -195,48 +193,33 @@ class Notes:
     def near(self, where: Where) -> tuple[Floats, Floats]:
         """Return the weighted sum of errors near problems and the sum of weights, of shape (problems, kernels)."""
         found = np.zeros((2, *where.tiles.shape))
-        # Distances that do not depend on the kernel are computed once for each measured problem.
-        away = self._away(where.problems)
-        with np.errstate(under="ignore"):
-            if len(where.tiles) >= _MANY:
-                self._sum_many(where.tiles, away, found)
-            elif len(self.errors):
-                self._sum_few(where.tiles, away, found)
+        if len(self.errors):
+            with np.errstate(under="ignore"):
+                (self._sum_many if len(where.tiles) >= _MANY else self._sum_few)(where, found)
         return found[1], found[0]
 
-    def _sum_few(self, tiles: Floats, away: Floats, found: Floats) -> None:
-        kernels, starts = self._noted
-        for at, theirs in enumerate(tiles):
-            weights = np.exp(-0.5 * ((theirs.take(self.kernels) - self.tiles) ** 2 + away[:, at].take(self.rows)))
+    def _sum_few(self, where: Where, found: Floats) -> None:
+        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
+        kernels = self.kernels[starts]
+        for at, (mine, tiles) in enumerate(zip(where.problems, where.tiles, strict=True)):
+            away = ((self.problems - mine) ** 2).sum(1)
+            weights = np.exp(-0.5 * ((tiles.take(self.kernels) - self.tiles) ** 2 + away.take(self.rows)))
             found[0, at, kernels] = np.add.reduceat(weights, starts)
             found[1, at, kernels] = np.add.reduceat(weights * self.errors, starts)
 
-    def _sum_many(self, tiles: Floats, away: Floats, found: Floats) -> None:
-        """Sum up for some kernels at a time, in memory that stays in a core's cache, and in FP32, for speed."""
-        tiles, away = np.ascontiguousarray(tiles.T, np.float32), away.astype(np.float32)
-        most = max((len(part.tiles) for part in self._parts), default=0)
-        memory = np.empty((2, most, tiles.shape[1]), np.float32)
-        for part in self._parts:
-            weights, further = memory[:, : len(part.tiles)]
-            tiles.take(part.kernel_of_each, 0, out=weights, mode="clip")
-            weights -= part.tiles
-            weights *= weights
-            weights += away.take(part.rows, 0, out=further, mode="clip")
-            weights *= -0.5
-            np.exp(weights, out=weights)
-            # NumPy's own sums along the first dimension take longer.
-            found[:, :, part.kernels] = (part.sums @ weights).reshape(2, len(part.kernels), -1).swapaxes(1, 2)
-
-    def _away(self, problems: Floats) -> Floats:
-        """Return the squared distances of measured problems, of shape (measured, problems)."""
-        found = np.zeros((len(self.problems), len(problems)))
-        for theirs, mine in zip(self.problems.T, problems.T, strict=True):
-            # Problems of one weight differ in M alone.
-            mine = mine[:1] if (mine == mine[:1]).all() else mine
-            away = theirs[:, None] - mine
-            away *= away
-            found += away
-        return found
+    def _sum_many(self, where: Where, found: Floats) -> None:
+        """Sum up in FP32, for speed, with squares of distances by products of matrices: see :class:`_Group`."""
+        problems = where.problems - self._middle
+        memory = np.empty(max(group.notes[..., 0].size for group in self._groups) * len(problems), np.float32)
+        for group in self._groups:
+            tiles = where.tiles[:, group.kernels].T - group.middle
+            mine = np.empty((len(tiles), group.notes.shape[2], len(problems)), np.float32)
+            mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems.T, 1
+            mine[:, -1] = -0.5 * (tiles**2 + (problems**2).sum(1))
+            kernels, notes, _ = group.notes.shape
+            weights = memory[: kernels * notes * len(problems)].reshape(kernels, notes, -1)
+            np.exp(np.matmul(group.notes, mine, out=weights), out=weights)
+            found[:, :, group.kernels] = (group.sums @ weights).transpose(1, 2, 0)
 
     def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
         """Return the results of :meth:`near` for one kernel at each problem.
@@ -267,45 +250,53 @@ class Notes:
         return errors, totals
 
     @cached_property
-    def _noted(self) -> tuple[Places, Places]:
-        """The kernels with notes, and the first index of each."""
-        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
-        return self.kernels[starts], starts
+    def _middle(self) -> Floats:
+        """Amid the measured problems: squares of coordinates relative to it are small, and so are their roundings."""
+        return np.asarray(self.problems.mean(0))
 
     @cached_property
-    def _parts(self) -> list[_Part]:
-        """Some kernels at a time, so that what is computed of their notes stays in a core's cache."""
-        kernels, starts = self._noted
-        ends = np.append(starts[1:], len(self.kernels))
-        found, first = [], 0
-        while first < len(kernels):
-            after = max(first + 1, int(np.searchsorted(ends, starts[first] + _NOTES_AT_ONCE, "right")))
-            mine, notes = kernels[first:after], slice(int(starts[first]), int(ends[after - 1]))
-            first = after
-            one = self.kernels[notes] == mine[:, None]
-            sums = np.concatenate([one, one * self.errors[notes]]).astype(np.float32)
-            tiles = self.tiles[notes, None].astype(np.float32)
-            found.append(_Part(mine, self.kernels[notes], self.rows[notes], tiles, sums))
+    def _groups(self) -> list[_Group]:
+        counts = np.bincount(self.kernels)
+        first = np.cumsum(counts) - counts
+        problems = self.problems - self._middle
+        found = []
+        noted = np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :]
+        for kernels in (noted[at : at + _TOGETHER] for at in range(0, len(noted), _TOGETHER)):
+            each = np.arange(counts[kernels].max())
+            there = each < counts[kernels, None]
+            at = np.where(there, first[kernels, None] + each, 0)
+            middle = (self.tiles[at] * there).sum(1, keepdims=True) / counts[kernels, None]
+            tiles, where = self.tiles[at] - middle, problems[self.rows[at]]
+            notes = np.empty((*at.shape, 3 + len(_REACH)), np.float32)
+            notes[..., 0], notes[..., 1:-2], notes[..., -1] = tiles, where, 1
+            notes[..., -2] = -0.5 * (tiles**2 + (where**2).sum(2))
+            sums = np.stack([there, there * self.errors[at]], 1).astype(np.float32)
+            found.append(_Group(kernels, middle, notes, sums))
         return found
 
 
-class _Part(NamedTuple):
-    """The notes of some kernels.
+class _Group(NamedTuple):
+    """The notes of some kernels that have about as many.
+
+    Half the negative square of a distance is a product: (x - y)² is x² - 2xy + y².
 
     Attributes
     ----------
     kernels : array
-        The kernels.
-    kernel_of_each, rows, tiles : array
-        What :class:`Notes` has of each note.
+        The kernels, of shape (kernels,).
+    middle : array
+        Amid the coordinates of each kernel's notes by its tiles, of shape (kernels, 1).
+    notes : array
+        The coordinates of each note by tiles and by problem, half the negative sum of their squares, and 1, of shape
+        (kernels, notes, coordinates + 2).
     sums : array
-        A matrix that adds up weights, and errors by weights, for each kernel.
+        Matrices that add up weights, and errors by weights, of shape (kernels, 2, notes). What fills up the notes of
+        kernels that have fewer counts for nothing.
     """
 
     kernels: Places
-    kernel_of_each: Places
-    rows: Places
-    tiles: NDArray[np.float32]
+    middle: Floats
+    notes: NDArray[np.float32]
     sums: NDArray[np.float32]
 
 
