@@ -35,9 +35,10 @@ _NOISE = 0.005
 # Weight of nearby measurements from which a time counts as interpolated.
 _NEAR = 0.5
 # Problems to foretell at once: bounds memory.
-_AT_ONCE = 128
-# From so many problems on, notes are summed by products of matrices, those of so many kernels together.
-_MANY, _TOGETHER = 12, 16
+_AT_ONCE = 512
+# From so many problems on, notes are summed by products of matrices: those of so many kernels, for so many problems.
+# Larger ones would fall out of the cache, and have a BLAS start threads.
+_MANY, _TOGETHER, _COLUMNS = 12, 16, 128
 
 
 @dataclass(frozen=True)
@@ -209,17 +210,19 @@ class Notes:
 
     def _sum_many(self, where: Where, found: Floats) -> None:
         """Sum up in FP32, for speed, with squares of distances by products of matrices: see :class:`_Group`."""
-        problems = where.problems - self._middle
-        memory = np.empty(max(group.notes[..., 0].size for group in self._groups) * len(problems), np.float32)
-        for group in self._groups:
-            tiles = where.tiles[:, group.kernels].T - group.middle
-            mine = np.empty((len(tiles), group.notes.shape[2], len(problems)), np.float32)
-            mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems.T, 1
-            mine[:, -1] = -0.5 * (tiles**2 + (problems**2).sum(1))
-            kernels, notes, _ = group.notes.shape
-            weights = memory[: kernels * notes * len(problems)].reshape(kernels, notes, -1)
-            np.exp(np.matmul(group.notes, mine, out=weights), out=weights)
-            found[:, :, group.kernels] = (group.sums @ weights).transpose(1, 2, 0)
+        memory = np.empty(max(group.notes[..., 0].size for group in self._groups) * _COLUMNS, np.float32)
+        for part in (slice(at, at + _COLUMNS) for at in range(0, len(where.tiles), _COLUMNS)):
+            problems = (where.problems[part] - self._middle).T
+            squares = (problems**2).sum(0)
+            for group in self._groups:
+                tiles = where.tiles[part, group.kernels].T - group.middle
+                mine = np.empty((len(tiles), group.notes.shape[2], tiles.shape[1]), np.float32)
+                mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems, 1
+                mine[:, -1] = -0.5 * (tiles**2 + squares)
+                kernels, notes, _ = group.notes.shape
+                weights = memory[: kernels * notes * tiles.shape[1]].reshape(kernels, notes, -1)
+                np.exp(np.matmul(group.notes, mine, out=weights), out=weights)
+                found[:, part, group.kernels] = (group.sums @ weights).transpose(1, 2, 0)
 
     def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
         """Return the results of :meth:`near` for one kernel at each problem.

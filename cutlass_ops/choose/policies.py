@@ -278,26 +278,24 @@ def _needed(known: Expected) -> list[int]:
     losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
     reached = np.ones_like(best)
-    costs = _costs(reached, losses, slack)
+    # What each number of rows costs if each kernel were added to those that reached some losses.
+    costs = np.minimum(_cost(losses, slack), _cost(reached, slack))
     while (reached > slack).any():
         left = costs.sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        after = np.minimum(reached, losses[:, chosen[-1:]])
-        # Most kernels help at a few numbers of rows only.
-        new = np.flatnonzero(after < reached)
-        costs[new] = _costs(after[new], losses[new], slack[new])
-        reached = after
+        np.minimum(reached, losses[:, chosen[-1:]], out=reached)
+        # The greater a loss, the greater its cost: the least cost is that of the least loss.
+        np.minimum(costs, _cost(reached, slack), out=costs)
     return chosen
 
 
-def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
-    """Return the cost at each number of rows, if each kernel were added to those that reached some losses."""
-    after = np.minimum(reached, losses)
-    found = after - slack
+def _cost(losses: Floats, slack: Floats) -> Floats:
+    """Return the costs of losses: what is beyond the slack counts several times."""
+    found = losses - slack
     np.maximum(found, 0, out=found)
     found *= _MISSED
-    found += after
+    found += losses
     return found
 
 

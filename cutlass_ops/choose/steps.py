@@ -31,7 +31,7 @@ _BEHIND = 0.02
 # The same for pieces whose times were computed.
 _BEHIND_PIECE = 0.002
 # Relative errors of interpolated and of computed times. Computed ones have errors too: :class:`Notes` sums in FP32.
-_INTERPOLATED, _COMPUTED = 1e-4, 1e-6
+_INTERPOLATED, _COMPUTED = 1e-4, 4e-6
 # The model's mean error is interpolated as well. Its own error is its change over the interval, plus this part of it.
 _OF_MEANS = 0.02
 # If A's lines lie along M, they begin where the L2 cache's lines do if the number of rows is a multiple of this.
