@@ -144,22 +144,29 @@ class Notes:
         where : Where
             Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
         """
-        errors, totals = np.zeros((2, len(places)))
-        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)
-        ends = np.cumsum(np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)).tolist()
-        for kernel in sorted({*places.tolist()}):
-            notes, mine = slice(ends[kernel - 1] if kernel else 0, ends[kernel]), np.flatnonzero(places == kernel)
-            rows = self.rows[notes]
-            weights = where.problems[mine, :1] - self.problems[rows, 0]
+        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)[self.rows]
+        measured = self.problems[self.rows, 0]
+        # One kernel after the other.
+        order = np.argsort(places, kind="stable")
+        rows, tiles = where.problems[order, :1], where.tiles[order, None]
+        kernels, first = np.unique(places[order], return_index=True)
+        after = [*first[1:].tolist(), len(places)]
+        ends = np.searchsorted(self.kernels, [kernels, kernels + 1]).T.tolist()
+        found = np.empty((2, len(places)))
+        for begin, end, (note, last) in zip(first.tolist(), after, ends, strict=True):
+            weights = rows[begin:end] - measured[note:last]
             weights *= weights
-            tiles = where.tiles[mine, None] - self.tiles[notes]
-            tiles *= tiles
-            weights += tiles
-            weights += aside[rows]
+            away = tiles[begin:end] - self.tiles[note:last]
+            away *= away
+            weights += away
+            weights += aside[note:last]
             weights *= -0.5
             with np.errstate(under="ignore"):
                 np.exp(weights, out=weights)
-                totals[mine], errors[mine] = weights.sum(1), weights @ self.errors[notes]
+                weights.sum(1, out=found[0, begin:end])
+                np.matmul(weights, self.errors[note:last], out=found[1, begin:end])
+        totals, errors = np.empty_like(found)
+        totals[order], errors[order] = found
         return errors, totals
 
     @cached_property

@@ -284,9 +284,12 @@ def _needed(known: Expected) -> list[int]:
         left = costs.sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        np.minimum(reached, losses[:, chosen[-1:]], out=reached)
-        # The greater a loss, the greater its cost: the least cost is that of the least loss.
-        np.minimum(costs, _cost(reached, slack), out=costs)
+        after = np.minimum(reached, losses[:, chosen[-1:]])
+        # Most kernels help at a few numbers of rows only. The greater a loss, the greater its cost: the least cost is
+        # that of the least loss.
+        new = np.flatnonzero(after < reached)
+        costs[new] = np.minimum(costs[new], _cost(after[new], slack[new]))
+        reached = after
     return chosen
 
 

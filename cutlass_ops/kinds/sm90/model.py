@@ -438,6 +438,7 @@ def means(
     chip: Costs = H100,
     element_bytes: int = _16_BITS[0],
     taking: Taking = TAKING,
+    cover: Grid | None = None,
 ) -> Floats:
     """Return the extra microseconds for means of A's rows, with shape (problems, configurations).
 
@@ -459,10 +460,12 @@ def means(
         Bytes of an element of A.
     taking : Taking
         Costs of each way.
+    cover : Grid, optional
+        The result of :func:`grid`, if it is known.
     """
     m, _, k, gemms = Extents.of(problems)
     rows = gemms * m
-    cover = grid(batch, problems, chip)
+    cover = cover or grid(batch, problems, chip)
     gathered = taking.gathered + taking.gathered_row * batch.tile_m
     ahead = taking.ahead + element_bytes * rows * k / (taking.ahead_rate * 1e3)
 

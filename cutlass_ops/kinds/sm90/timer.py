@@ -61,8 +61,9 @@ class Sm90Timer:
         if self.traits.grouped:
             found = self._times_of_groups(extents, device)
             return found + self._besides(extents, found, device), np.zeros_like(found, np.bool_)
-        better, by_gpc = self._times_and_order(extents, device)
-        return better + self._besides(extents, better, device), by_gpc
+        cover = model.grid(self.batch, extents, model.costs_of(device))
+        better, by_gpc = self._times_and_order(extents, device, cover)
+        return better + self._besides(extents, better, device, cover), by_gpc
 
     def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for what is no part of a plain GEMM.
@@ -70,12 +71,14 @@ class Sm90Timer:
         That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
         """
         extents = Extents.of(problems)
-        # Only means depend on how long the product takes.
-        times = self._times_and_order(extents, device)[0] if self.traits.gathers else np.zeros((1, 1))
+        cover, times = None, np.zeros((1, 1))
+        if self.traits.gathers:  # only means depend on how long the product takes
+            cover = model.grid(self.batch, extents, model.costs_of(device))
+            times, _ = self._times_and_order(extents, device, cover)
         shape = np.broadcast_shapes(extents.m.shape, self.ordered.shape)
-        return np.broadcast_to(self._besides(extents, times, device), shape)
+        return np.broadcast_to(self._besides(extents, times, device, cover), shape)
 
-    def _besides(self, extents: Extents, times: Floats, device: Device) -> Floats:
+    def _besides(self, extents: Extents, times: Floats, device: Device, cover: model.Grid | None = None) -> Floats:
         traits = self.traits
         found = realigning(traits, extents) * self.copies
         if traits.scatters:
@@ -84,13 +87,14 @@ class Sm90Timer:
             found = found + model.promoting(self.batch, extents, model.costs_of(device))
         if not traits.gathers:
             return found
-        return found + model.means(self.batch, extents, times, model.costs_of(device), traits.element_bytes)
+        return found + model.means(
+            self.batch, extents, times, model.costs_of(device), traits.element_bytes, cover=cover
+        )
 
-    def _times_and_order(self, extents: Extents, device: Device) -> tuple[Floats, Flags]:
+    def _times_and_order(self, extents: Extents, device: Device, cover: model.Grid) -> tuple[Floats, Flags]:
         """Return the times of GEMMs alone with the better order of tiles, and whether that is the order by GPC."""
         chip, lines = model.costs_of(device), self.traits.lines
         widths = self.traits.element_bytes, self.traits.d_bytes
-        cover = model.grid(self.batch, extents, chip)
         worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
         batch = replace(self.batch, by_gpc=_EITHER_ORDER) if worth.any() else self.batch
         times = model.times(batch, extents, chip, widths, lines, cover=cover)
