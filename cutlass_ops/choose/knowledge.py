@@ -130,8 +130,8 @@ class Knowledge:
         """Return the expected times at problems from those foretold: what was measured there takes their place."""
         times = foretold.times.copy()
         sources = np.where(foretold.weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
-        for at, problem in enumerate(problems):
-            places, microseconds = self.measured.times(problem)
+        for at in (at for at, problem in enumerate(problems) if problem in self.measured):
+            places, microseconds = self.measured.times(problems[at])
             times[at, places], sources[at, places] = microseconds, SOURCES.index("measured")
         return Expected(times, sources, foretold.by_gpc)
 
@@ -140,7 +140,7 @@ class Knowledge:
         extents = Extents.of(problems)
         parts = (extents.part(slice(at, at + _AT_ONCE)) for at in range(0, extents.size, _AT_ONCE))
         found = [self._foretold(part) for part in parts]
-        return Foretold(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        return found[0] if len(found) == 1 else Foretold(*map(np.concatenate, zip(*found, strict=True)))
 
     def _foretold(self, problems: Extents) -> Foretold:
         errors, weight = self.notes.near(Where.of(problems, self.pool))
@@ -170,7 +170,12 @@ class Knowledge:
         return self._corrected(model, errors, weight, mine, self._handicaps[places]), by_gpc, weight
 
     def _corrected(self, model: Floats, errors: Floats, weight: Floats, usual: Floats, handicaps: Floats) -> Floats:
-        return model * np.exp2((errors + _PRIOR * usual) / (weight + _PRIOR)) * handicaps
+        found = errors + _PRIOR * usual
+        found /= weight + _PRIOR
+        np.exp2(found, out=found)
+        found *= model
+        found *= handicaps
+        return found
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
         """Return the best candidates for a problem, best first. If some were measured, only these."""

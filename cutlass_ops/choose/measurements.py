@@ -128,6 +128,9 @@ class Measurements(Mapping[Problem, Mapping[Config, Candidate]]):
             self._made[problem] = table.candidates(row)
         return self._made[problem]
 
+    def __contains__(self, problem: object) -> bool:
+        return problem in self._places
+
     def __iter__(self) -> Iterator[Problem]:
         return (Problem(*problem) for problem in self._places)
 
@@ -136,11 +139,8 @@ class Measurements(Mapping[Problem, Mapping[Config, Candidate]]):
 
     def times(self, problem: Problem) -> tuple[Places, Floats]:
         """Return the measured kernels of a problem, as indices into the pool, and their microseconds."""
-        found = self._places.get(problem)
-        return _NOTHING if found is None else found[0].at(found[1])
-
-
-_NOTHING = np.zeros(0, np.int64), np.zeros(0)
+        table, row = self._places[problem]
+        return table.at(row)
 
 
 def _ranked(measured: Columns, microseconds: Floats, device: Device) -> Floats:
@@ -154,10 +154,11 @@ def _ranked(measured: Columns, microseconds: Floats, device: Device) -> Floats:
     least = np.minimum.reduceat(microseconds, measured.starts[:-1])[points]
     equal = np.flatnonzero((least > costs_of(device).throttle_after) & (microseconds <= least * (1 + _NOISE)))
     kernels, which = np.unique(measured.kernels[equal], return_inverse=True)
-    reads: Floats = np.array([_reads(measured.configs[at]) for at in kernels.tolist()], np.float64)[which]
-    found = microseconds.copy()
+    reads = np.array([_reads(measured.configs[at]) for at in kernels.tolist()], np.float64)[which]
     by_reads = equal[np.lexsort((reads, points[equal]))]
-    found[by_reads] = microseconds[equal[np.lexsort((microseconds[equal], points[equal]))]]
+    by_time = equal[np.lexsort((microseconds[equal], points[equal]))]
+    found: Floats = np.array(microseconds)
+    found[by_reads] = microseconds[by_time]
     return found
 
 

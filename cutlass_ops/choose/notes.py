@@ -20,6 +20,9 @@ _REACH_OF_TILES = 0.6
 # From so many problems on, notes are summed by products of matrices: those of so many kernels, for so many problems.
 # Larger ones would fall out of the cache, and have a BLAS start threads.
 _MANY, _TOGETHER, _COLUMNS = 12, 16, 128
+# Numbers for which memory is asked for at least, though most of it is never touched. The C library keeps for later what
+# is freed, up to about the largest part that was freed before: else a thousand pages come and go with each weight.
+_SPARE = 1 << 21
 
 
 class Where(NamedTuple):
@@ -120,7 +123,8 @@ class Notes:
 
     def _sum_many(self, where: Where, found: Floats) -> None:
         """Sum up in FP32, for speed, with squares of distances by products of matrices: see :class:`_Group`."""
-        memory = np.empty(max(group.notes[..., 0].size for group in self._groups) * _COLUMNS, np.float32)
+        most = max(group.notes[..., 0].size for group in self._groups) * _COLUMNS
+        memory = np.empty(max(most, _SPARE), np.float32)
         for part in (slice(at, at + _COLUMNS) for at in range(0, len(where.tiles), _COLUMNS)):
             problems = (where.problems[part] - self._middle).T
             squares = (problems**2).sum(0)
@@ -150,10 +154,10 @@ class Notes:
         order = np.argsort(places, kind="stable")
         rows, tiles = where.problems[order, :1], where.tiles[order, None]
         kernels, first = np.unique(places[order], return_index=True)
-        after = [*first[1:].tolist(), len(places)]
+        begins = [*first.tolist(), len(places)]
         ends = np.searchsorted(self.kernels, [kernels, kernels + 1]).T.tolist()
         found = np.empty((2, len(places)))
-        for begin, end, (note, last) in zip(first.tolist(), after, ends, strict=True):
+        for begin, end, (note, last) in zip(begins, begins[1:], ends, strict=False):
             weights = rows[begin:end] - measured[note:last]
             weights *= weights
             away = tiles[begin:end] - self.tiles[note:last]
