@@ -25,9 +25,9 @@ MOST_ROWS = 1 << 13
 # Up to this many rows, times are computed at each number of rows instead of interpolated.
 _EACH = 256
 # A kernel is considered between two numbers of rows if, at one of them, its time is at most this part above the best
-# time that some kernel keeps at both. Half the relative distance of the two numbers is added to it, since corrections
+# time that some kernel keeps at both. A quarter of the distance of the two numbers is added to it, since corrections
 # by measurements change with distance.
-_BEHIND, _APART = 0.02, 0.5
+_BEHIND, _APART = 0.02, 0.25
 # The same for pieces whose times were computed.
 _BEHIND_PIECE = 0.002
 # Relative errors of interpolated and of computed times. Computed ones have errors too: :class:`Notes` sums in FP32.
