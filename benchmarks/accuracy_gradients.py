@@ -12,8 +12,6 @@ first over the second, of the gradient where that is largest. `recompute` is und
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -139,12 +137,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    head = (
-        harness.environment()
-        if device == "cuda"
-        else {"chip": "cpu", "date": today, "python": platform.python_version(), "torch": torch.__version__}
-    )
     rows = []
     for row in measure(named() | drawn(args.drawn), args.dtypes, device):
         rows.append(row)
@@ -152,7 +144,7 @@ def main() -> None:
     over = [row for row in rows if row["ratio"] > 2]
     print(f"{len(rows)} rows, {len(over)} over 2, the largest ratio {max(row['ratio'] for row in rows)}")
     if args.out:
-        harness.save(args.out, {**head, "rows": rows})
+        harness.save(args.out, {**harness.about(device), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ in `modelled` run no kernel: sums are truncated to FP32 after every 16 products,
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -155,19 +153,6 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
     return float(difference.norm() / exact.norm()), float(rows.max())
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Return the environment of the result."""
-    if device == "cuda":
-        return harness.environment()
-    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    return {
-        "chip": f"CPU ({platform.machine()})",
-        "date": date,
-        "torch": torch.__version__,
-        "cutlass_ops": co.__version__,
-    }
-
-
 def main() -> None:
     """Measure, print and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,7 +170,7 @@ def main() -> None:
                 flush=True,
             )
     if args.out is not None:
-        harness.save(args.out, {**environment(device), "rows": rows})
+        harness.save(args.out, {**harness.about(device), "rows": rows})
 
 
 if __name__ == "__main__":

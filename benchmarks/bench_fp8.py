@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import shapes
 import torch
 from torch import Tensor
 
@@ -36,9 +37,6 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run import reference, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-SQUARES = (512, 1024, 2048, 4096, 8192)
 SCALES = ("tensor", "rows", "blocks", "blocks_1d")
 SUMS: tuple[Math, ...] = ("fast", "promoted")
 # How much larger our error may be than that of the peer that adds up in the same way.
@@ -236,8 +234,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def problems(rows: list[int] | None) -> list[tuple[int, int, int]]:
     """Return the problems: each weight at each number of rows, and squares."""
-    grid = [(m, n, k) for (n, k), m in product(WEIGHTS, ROWS)] + [(x, x, x) for x in SQUARES]
-    return [each for each in dict.fromkeys(grid) if rows is None or each[0] in rows]
+    return [each for each in dict.fromkeys(shapes.FP8) if rows is None or each[0] in rows]
 
 
 def main() -> None:

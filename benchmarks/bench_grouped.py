@@ -2,13 +2,17 @@
 
 With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights. With `--form fp8`
 x and the weights are e4m3, with a scale for each row and for each column of each expert, against
-torch._scaled_grouped_mm.
+torch._scaled_grouped_mm. With `--form blocks` blocks of 1x128 of x and of 128x128 of the weights have scales instead,
+against the same function with scales of rows and columns: no function of PyTorch has such blocks. With `--form masked`
+each expert has room for the same rows, as many as the largest one has, against torch._grouped_mm of the rows alone.
 
     python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
     python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
     python benchmarks/bench_grouped.py --form wgrad --out benchmarks/results/wgrad_h100.json
     python benchmarks/bench_grouped.py --form fp8 --out benchmarks/results/grouped_fp8_h100.json
+    python benchmarks/bench_grouped.py --form blocks --out benchmarks/results/grouped_blocks_h100.json
+    python benchmarks/bench_grouped.py --form masked --out benchmarks/results/grouped_masked_h100.json
 
 x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
 evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
@@ -20,7 +24,8 @@ the same sizes.
 Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
 the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
-Rows of the other forms have {"form": "wgrad" or "fp8"} besides. Bytes of a gradient are those of x, the gradient and D.
+Rows of the other forms have {"form": its name} besides. Errors in FP8 are those for each way's own quantised operands.
+Bytes of a gradient are those of x, the gradient and D.
 """
 
 from __future__ import annotations
@@ -39,11 +44,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.base.mma import BLOCK_K as BLOCK
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import device_of, signature_of
-from cutlass_ops.run.grouped import grouped_op, wgrad_op
+from cutlass_ops.run.grouped import grouped_op, masked_op, wgrad_op
 from cutlass_ops.run.grouped_scaled import scaled_grouped_op
 from cutlass_ops.tuner.timing import expected_us, rotation
 
@@ -52,7 +58,9 @@ WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 71
 TOKENS = (64, 1024, 8192, 32768)
 GROUPS = ("balanced", "zipf", "one_hot")
 EPILOGUES = ("none", "silu")
-FORMS = ("rows", "wgrad", "fp8")
+FORMS = ("rows", "wgrad", "fp8", "blocks", "masked")
+# Rooms of all experts take at most so many bytes, of x or of D; other cases of that form are left out.
+MOST_ROOM = 8 << 30
 DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -304,17 +312,24 @@ def their_narrow(x: Narrow) -> Tensor:
     )
 
 
+def stands_for(matrix: Tensor, scale: Tensor) -> Tensor:
+    """Return the matrix that quantised rows stand for, in float64: with a scale for each row, or for each block."""
+    spread = scale.double()
+    if spread.ndim < 2:
+        return matrix.double() * spread[:, None]
+    down = 1 if spread.shape[0] == matrix.shape[0] else BLOCK
+    each = spread.repeat_interleave(down, 0).repeat_interleave(BLOCK, 1)
+    return matrix.double() * each[: matrix.shape[0], : matrix.shape[1]]
+
+
 def narrow_errors(x: Narrow, results: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative error of each result in the Frobenius norm, for the quantised operands."""
     begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
     for expert, end in enumerate(x.offsets.tolist()):
+        weight = stands_for(x.w[expert].mT, x.scale_b[expert]).mT if end > begin else None
         for first in range(begin, end, 4096):
             rows = slice(first, min(end, first + 4096))
-            wanted = (
-                (x.x[rows].double() @ x.w[expert].double())
-                * x.scale_a[rows, None].double()
-                * x.scale_b[expert].double()
-            )
+            wanted = stands_for(x.x[rows], x.scale_a[rows]) @ weight
             whole += float(wanted.square().sum())
             for name, found in results.items():
                 wrong[name] += float((found[rows].double() - wanted).square().sum())
@@ -350,6 +365,139 @@ def run_narrow(case: Case) -> dict[str, Any]:
     return row_of("fp8", case, times, errors, moved, decision.spec.config.slug)
 
 
+def draw_blocks(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Narrow]:
+    """Draw sets of inputs, quantised by blocks: 1x128 of x, and 128x128 of each weight."""
+    plain, found = draw(case, n, k, sets, device), []
+    weights = torch.empty(case.experts, n, k, dtype=E4M3, device=device)
+    scale_b = torch.empty(case.experts, -(-n // BLOCK), -(-k // BLOCK), device=device)
+    for expert in range(case.experts):
+        weights[expert], scale_b[expert] = in_blocks(plain[0].w[expert].mT, BLOCK)
+    for each in plain:
+        x, scale_a = in_blocks(each.x, 1)
+        found.append(Narrow(x, weights.mT, each.offsets, scale_a, scale_b, each.out))
+    return found
+
+
+def in_blocks(matrix: Tensor, down: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3, and the scale of each block of so many rows and of 128 columns."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix.float(), (0, -columns % BLOCK, 0, -rows % down))
+    blocks = padded.view(padded.shape[0] // down, down, -1, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(E4M3).max
+    narrow = (blocks / scale[:, None, :, None]).to(E4M3).view(padded.shape)
+    return narrow[:rows, :columns], scale
+
+
+def run_blocks(case: Case) -> dict[str, Any]:
+    """Check and time one case in FP8 with scales of blocks, against PyTorch's with scales of rows and columns.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or parts of it were not written.
+    """
+    n, k = WEIGHTS[case.experts]
+    active = sum(size > 0 for size in case.sizes)
+    moved = case.tokens * k + active * n * k + case.tokens * n * DTYPE.itemsize
+    sets, theirs = (drawn(case, n, k, rotation(moved)) for drawn in (draw_blocks, draw_narrow))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    errors = narrow_errors(first, {"ours": our_narrow(first)})
+    assert not first.out.isnan().any(), "parts of D were not written"
+    errors |= narrow_errors(theirs[0], {"grouped_mm": their_narrow(theirs[0])})
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
+    decision = scaled_grouped_op(False, False, None, True).plan(*arguments, out=first.out)
+    variants = {
+        "ours": lambda index: our_narrow(sets[index % len(sets)]),
+        "grouped_mm": lambda index: their_narrow(theirs[index % len(theirs)]),
+    }
+    times = harness.time_interleaved(variants, expected_us(Problem(max(1, case.tokens // active), n, k, active), 1))
+    return row_of("blocks", case, times, errors, moved, decision.spec.config.slug)
+
+
+# ---- Experts with room -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Padded:
+    """One set of tensors in which each expert has room for the same rows, and the same rows without."""
+
+    x: Tensor
+    counts: Tensor
+    out: Tensor
+    rows: Inputs
+
+
+def room(case: Case) -> int:
+    """Return for how many rows each expert has room."""
+    return max(case.sizes)
+
+
+def fits(case: Case) -> bool:
+    """Whether all rooms are small enough."""
+    return case.experts * room(case) * max(WEIGHTS[case.experts]) * DTYPE.itemsize <= MOST_ROOM
+
+
+def draw_padded(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Padded]:
+    """Draw sets of inputs: in each, other experts have the tokens."""
+    found = []
+    for rows in draw(case, n, k, sets, device):
+        counts = rows.offsets.diff(prepend=rows.offsets.new_zeros(1)).int()
+        x = torch.zeros(case.experts, room(case), k, dtype=DTYPE, device=device)
+        for expert, (end, count) in enumerate(zip(rows.offsets.tolist(), counts.tolist(), strict=True)):
+            x[expert, :count] = rows.x[end - count : end]
+        found.append(Padded(x, counts, x.new_empty(case.experts, room(case), n), rows))
+    return found
+
+
+def our_padded(x: Padded) -> Tensor:
+    """Compute the rows that there are into their memory by this library."""
+    found = co.grouped_gemm_masked(x.x, x.rows.w, x.counts, expected_rows=mean_of(x), out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def mean_of(x: Padded) -> int:
+    """Return how many rows an expert has on average."""
+    return max(1, round(x.rows.x.shape[0] / x.counts.shape[0]))
+
+
+def without_room(x: Padded, d: Tensor) -> Tensor:
+    """Return the rows of D that there are."""
+    return torch.cat([d[expert, :count] for expert, count in enumerate(x.counts.tolist())])
+
+
+def run_padded(case: Case) -> dict[str, Any]:
+    """Check and time one case in which experts have room, against PyTorch's product of the rows alone.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or others than the rows there are were
+        written.
+    """
+    n, k = WEIGHTS[case.experts]
+    active = sum(size > 0 for size in case.sizes)
+    moved = (case.tokens * (k + n) + active * n * k) * DTYPE.itemsize
+    sets, theirs = draw_padded(case, n, k, rotation(moved)), peers("none")["grouped_mm"]
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    mine = without_room(first, our_padded(first))
+    written = int((~first.out.isnan()).sum())
+    assert (written, bool(mine.isnan().any())) == (mine.numel(), False), "others than the rows there are were written"
+    errors = exact_errors("none", first.rows, {"ours": mine, "grouped_mm": theirs(first.rows)})
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    decision = masked_op(None, mean_of(first)).plan(first.x, first.rows.w, first.counts, out=first.out)
+    variants = {
+        "ours": lambda index: our_padded(sets[index % len(sets)]),
+        "grouped_mm": lambda index: theirs(sets[index % len(sets)].rows),
+    }
+    problem = Problem(max(1, case.tokens // active), n, k, active)
+    times = harness.time_interleaved(variants, expected_us(problem, DTYPE.itemsize))
+    return row_of("masked", case, times, errors, moved, decision.spec.config.slug)
+
+
 # ---- All cases -------------------------------------------------------------------------------------------------------
 
 
@@ -363,10 +511,19 @@ def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
         if form == "wgrad":
             gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
             call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
-        elif form == "fp8":
-            w = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT
-            scales = torch.empty(case.tokens, device="meta"), torch.empty(case.experts, n, device="meta")
-            call = scaled_grouped_op(True, True).checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
+        elif form in ("fp8", "blocks"):
+            w, blocks = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT, form == "blocks"
+            steps = -(-k // BLOCK)
+            of_x = (case.tokens, steps) if blocks else (case.tokens,)
+            of_w = (case.experts, -(-n // BLOCK), steps) if blocks else (case.experts, n)
+            scales = torch.empty(of_x, device="meta"), torch.empty(of_w, device="meta")
+            op = scaled_grouped_op(not blocks, not blocks, None, blocks)
+            call = op.checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
+        elif form == "masked":
+            w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
+            x = torch.empty(case.experts, room(case), k, dtype=DTYPE, device="meta")
+            op = masked_op(None, max(1, round(case.tokens / case.experts)))
+            call = op.checked(x, w, (offsets,), {}, None, None)
         else:
             w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
             call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
@@ -462,14 +619,14 @@ def main() -> None:
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["experts"], r["tokens"], r["groups"], _what(r)) for r in rows}
     every = product(args.experts, args.tokens, args.groups, args.epilogues if args.form == "rows" else [args.form])
-    left = [each for each in every if each not in done]
+    left = [each for each in every if each not in done and (args.form != "masked" or fits(Case(*each[:3])))]
     build_ahead(((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left), args.form)
     for experts, tokens, groups, epilogue in left:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
         case = Case(experts, tokens, groups)
-        runs = {"wgrad": run_gradient, "fp8": run_narrow}
+        runs = {"wgrad": run_gradient, "fp8": run_narrow, "blocks": run_blocks, "masked": run_padded}
         rows.append(run_case(case, epilogue) if args.form == "rows" else runs[args.form](case))
         row = rows[-1]
         others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())

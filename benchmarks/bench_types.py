@@ -5,8 +5,9 @@
     python benchmarks/bench_types.py --resume /tmp/rows.json --out /tmp/all.json    # only missing rows
 
 TF32 is FP32 to FP32, where PyTorch is allowed TF32, and FP64 is FP64 throughout: plain, and with bias and ReLU. 3xTF32
-is FP32 to FP32 against PyTorch's FP32. INT8 has scales of rows and columns, to BF16; PyTorch multiplies by
-torch._int_mm and scales then. The peers: "eager", operation by operation; "cublaslt", its fused bias and ReLU;
+is FP32 to FP32 against PyTorch's FP32. INT8 has scales of rows and columns, to BF16, or gives its sums in INT32;
+PyTorch multiplies by torch._int_mm, and scales then. Of TF32 and INT8, wgmma reads the majors "row,col" only: others
+are copied first, or take mma.sync. The peers: "eager", operation by operation; "cublaslt", its fused bias and ReLU;
 "compile", torch.compile of the same with max-autotune.
 
 Each row: {"case", "m", "n", "k", "ours_ms", "peers" (ms by name), "best_peer", "ratio_to_best_peer", "ratio_range",
@@ -44,7 +45,11 @@ CASES = (
     "tf32 bias_relu row,col",
     "tf32 plain row,row",
     "tf32 plain col,row",
+    "tf32 plain col,col",
     "i8 scaled row,col",
+    "i8 scaled row,row",
+    "i8 sums row,col",
+    "i8 sums row,row",
     "3xtf32 plain row,col",
     "f64 plain row,col",
     "f64 bias_relu row,col",
@@ -89,16 +94,21 @@ def draw(case: str, m: int, n: int, k: int, device: str = "cuda") -> Inputs:
         others = torch.rand(m, device=device), torch.rand(n, device=device)
     elif follows == "bias_relu":
         others = (torch.randn(n, dtype=_TORCH[element], device=device),)
-    out = torch.empty(m, n, device=device, dtype=torch.bfloat16 if element == "i8" else _TORCH[element])
-    return Inputs(a, b, out, others)
+    return Inputs(a, b, torch.empty(m, n, device=device, dtype=_out_dtype(case)), others)
+
+
+def _out_dtype(case: str) -> torch.dtype:
+    element, follows, _ = case.split()
+    return {"scaled": torch.bfloat16, "sums": torch.int32}.get(follows, _TORCH[element])
 
 
 def request(case: str, x: Inputs) -> requests.Request:
     """Return the op that a user's call is, and its arguments."""
     element, follows, _ = case.split()
-    op = {"plain": co.gemm, "bias_relu": co.gemm_bias_relu, "scaled": co.scaled_gemm}[follows]
-    math = {"math": element} if element in MATHS else {}
-    return requests.requested(op, x.a, x.b, *x.others, **math)
+    op = {"plain": co.gemm, "sums": co.gemm, "bias_relu": co.gemm_bias_relu, "scaled": co.scaled_gemm}[follows]
+    named: dict[str, Any] = {"math": element} if element in MATHS else {}
+    named |= {"out_dtype": torch.int32} if follows == "sums" else {}
+    return requests.requested(op, x.a, x.b, *x.others, **named)
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------------
@@ -123,6 +133,7 @@ def peers(case: str, names: tuple[str, ...] = PEERS) -> Mapping[str, Callable[[I
     """Return a case's peers by name, each as a function that returns D."""
     eager: dict[str, Callable[..., Tensor]] = {
         "plain": torch.mm,
+        "sums": torch._int_mm,
         "bias_relu": lambda a, b, bias: torch.addmm(bias, a, b).relu(),
         "scaled": _scaled,
     }
@@ -175,7 +186,7 @@ def run_case(case: str, m: int, n: int, k: int, names: tuple[str, ...]) -> dict[
         x, (op, arguments, named) = prepared[index % len(prepared)]
         return op(*arguments, **{**named, "out": x.out})
 
-    first.out.fill_(float("nan"))
+    first.out.fill_(float("nan") if first.out.is_floating_point() else -1)
     ours(0)
     ours_error = error(first.out[rows], wanted)
     variants: dict[str, Callable[[int], object]] = {"ours": ours}
@@ -251,7 +262,8 @@ def main() -> None:
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["case"], r["m"], r["n"], r["k"]) for r in rows}
     left = [(case, each) for each, case in product(problems(args.rows), args.cases) if (case, *each) not in done]
-    harness.build_ahead(request(case, draw(case, *each, device="meta"))[:2] for case, each in left)
+    calls = [request(case, draw(case, *each, device="meta")) for case, each in left]
+    harness.build_ahead((call[:2] for call in calls), (call.named.get("out_dtype") for call in calls))
     for case, each in left:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {case} {each}")

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import platform
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import cutlass_ops as co
+from cutlass_ops.artifacts.bundle import manifest_of
 from cutlass_ops.base import env
+from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.ship.packing import packed
 from cutlass_ops.tuner.comparing import (  # noqa: F401 - for the benchmarks
     ROUNDS,
     Timing,
@@ -42,21 +52,48 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
             future.result()
 
 
-def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature, Problem]:
+def asked(
+    op: Op, arguments: Sequence[Any], device: Device, out_dtype: torch.dtype | None = None
+) -> tuple[OpSignature, Problem]:
     """Return the signature, device and problem of an op's call, whose tensors need no data."""
     a, b, *inputs = arguments
-    call = op.checked_call(a, b, inputs, None)
+    call = op.checked_call(a, b, inputs, None, out_dtype)
     return signature_of(call, device), call.problem
 
 
-def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:
-    """Compile the kernels of calls in parallel. Each is an op and its arguments, with tensors on "meta"."""
+def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]], out_dtypes: Iterable[torch.dtype | None] = ()) -> None:
+    """Compile the kernels of calls in parallel. Each is an op and its arguments, with tensors on "meta".
+
+    They give D in `out_dtypes`, if there are any.
+    """
     device = device_of(torch.device("cuda", 0))
     specs = {}
-    for op, arguments in calls:
-        signature, problem = asked(op, arguments, device)
+    for (op, arguments), out_dtype in zip(calls, itertools.chain(out_dtypes, itertools.repeat(None)), strict=False):
+        signature, problem = asked(op, arguments, device, out_dtype)
         specs[dispatch.choose(signature, device, problem)[0]] = None
     build_many(list(specs))
+
+
+@contextmanager
+def serve_only(specs: Iterable[KernelSpec]) -> Iterator[None]:
+    """Compile kernels in parallel, and have calls served by these alone, as those of a bundle.
+
+    For scripts that call at many problems, each of which would have a kernel of its own chosen and compiled. A call
+    that none of the kernels can serve is a MissingKernelError.
+    """
+    artifacts = build_many(dict.fromkeys(specs))
+    before = os.environ.get(env.JIT.name)
+    with tempfile.TemporaryDirectory() as folder, Session().active():
+        path = Path(folder, "kernels.zip")
+        packed(manifest_of(artifacts, {}, []), artifacts, []).write(path)
+        co.load_bundle(path)
+        os.environ[env.JIT.name] = "0"
+        try:
+            yield
+        finally:
+            os.environ.pop(env.JIT.name)
+            if before is not None:
+                os.environ[env.JIT.name] = before
 
 
 def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
@@ -81,6 +118,19 @@ def begin() -> dict[str, Any]:
     os.environ[env.STAND_IN.name] = "0"
     Background.current().close()
     return environment()
+
+
+def about(device: str) -> dict[str, Any]:
+    """Return :func:`environment`, or what there is to say of the CPU."""
+    if device == "cuda":
+        return environment()
+    return {
+        "chip": f"CPU ({platform.machine()})",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cutlass_ops": co.__version__,
+    }
 
 
 def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Tunes the tables that ship with the library, over the shapes of shapes.py.
 
     python benchmarks/tune_tables.py --op gemm_bias_relu --dtypes bf16 --folder cutlass_ops/tuned
+    python benchmarks/tune_tables.py --op scaled --math fast --dtypes e4m3 --shapes fp8 --folder cutlass_ops/tuned
 
 A stopped run continues where it ended.
 """
@@ -14,33 +15,53 @@ from pathlib import Path
 import shapes
 import torch
 
+from cutlass_ops.base import mma
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import named, norms, ops
+from cutlass_ops.run.scaled import scaled_op
 from cutlass_ops.tuner.tuning import Effort, tune
 
-_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors", "lines", "means")
+_SETS = (
+    "grid",
+    "tuning",
+    "norms",
+    "gates",
+    "residuals",
+    "few",
+    "few_grid",
+    "few_gates",
+    "majors",
+    "lines",
+    "means",
+    "fp8",
+)
 _SUMS = {"row_sum_square": "f32"}
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 
 def main() -> None:
     """Tune, and print failures."""
-    named = {op.name: op for op in named.NAMED}
-    named |= {
+    ops_by_name = {op.name: op for op in named.NAMED}
+    ops_by_name |= {
         "rmsnorm": norms.rmsnorm_op(),
         "swiglu": ops.op(composed.swiglu),
         "rmsnorm_swiglu": norms.rmsnorm_op(composed.swiglu),
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
         "rmsnorm_swiglu_sums": norms.rmsnorm_op(composed.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
+        "scaled": scaled_op(False, False, None),
+        "scaled_rows": scaled_op(True, True, None),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=list(named), default="gemm_bias_relu")
+    parser.add_argument("--op", choices=list(ops_by_name), default="gemm_bias_relu")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
+    parser.add_argument(
+        "--math", choices=mma.ACCUMULATIONS, help="how sums of FP8 products are added up; by default by K"
+    )
     parser.add_argument("--majors", nargs=2, choices=["row", "col"], default=["row", "col"], help="majors of A and B")
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
@@ -58,25 +79,31 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
+    op = ops_by_name[args.op]
     pool = tuple(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else ()
     if args.gemv:
-        pool = _few_rows(args.folder, named[args.op].graph)
+        pool = _few_rows(args.folder, op.graph)
     effort = Effort(
         kernels=max(args.kernels, len(pool)), candidates=args.candidates, refine=args.refine, seconds=args.seconds,
         pool=pool, within=args.within,
     )  # fmt: skip
     wanted = SHAPES[args.shapes]
     if args.below is not None:
-        done = _at_least(args.below, args.folder, named[args.op].graph)
+        done = _at_least(args.below, args.folder, op.graph)
         wanted = tuple(shape for shape in wanted if shape not in done)
     if args.problems:
         wanted = tuple(shape for shape in wanted if "x".join(map(str, shape)) in args.problems)
     first, step = map(int, args.part.split("/"))
     # Results are reported over the grid, so every part has it.
     wanted = tuple(shape for at, shape in enumerate(wanted) if at % step == first or shape in shapes.GRID)
+    if args.op.startswith("scaled"):
+        inputs = dict.fromkeys(op.names, "f32")
+    else:
+        inputs = _SUMS if args.op.endswith("_sums") else None
     report = tune(
-        named[args.op], wanted, dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
-        input_dtypes=_SUMS if args.op.endswith("_sums") else None, folder=args.folder.absolute(), again=args.again,
+        op if args.math is None else op.in_math(args.math), wanted,
+        dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
+        input_dtypes=inputs, folder=args.folder.absolute(), again=args.again,
         show=print,
     )  # fmt: skip
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")

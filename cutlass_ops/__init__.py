@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from cutlass_ops.nn.patching import patch, unpatch
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
-    from cutlass_ops.run.grouped import grouped_gemm, grouped_gemm_wgrad
-    from cutlass_ops.run.grouped_scaled import scaled_grouped_gemm
+    from cutlass_ops.run.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_wgrad
+    from cutlass_ops.run.grouped_scaled import scaled_grouped_gemm, scaled_grouped_gemm_masked
     from cutlass_ops.run.kernels import Kernel, build
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.named import (
@@ -121,8 +121,8 @@ _MODULES = {
     "nn.patching": ("patch", "unpatch"),
     "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
-    "run.grouped": ("grouped_gemm", "grouped_gemm_wgrad"),
-    "run.grouped_scaled": ("scaled_grouped_gemm",),
+    "run.grouped": ("grouped_gemm", "grouped_gemm_masked", "grouped_gemm_wgrad"),
+    "run.grouped_scaled": ("scaled_grouped_gemm", "scaled_grouped_gemm_masked"),
     "run.kernels": ("Kernel", "build"),
     "run.launch": ("Launch",),
     "run.named": (
@@ -227,6 +227,7 @@ __all__ = [
     "gemm_residual_rms",
     "gemm_swiglu",
     "grouped_gemm",
+    "grouped_gemm_masked",
     "grouped_gemm_wgrad",
     "layernorm_gemm",
     "load_bundle",
@@ -241,6 +242,7 @@ __all__ = [
     "rmsnorm_gemm",
     "scaled_gemm",
     "scaled_grouped_gemm",
+    "scaled_grouped_gemm_masked",
     "source",
     "tune",
     "unpatch",

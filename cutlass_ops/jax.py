@@ -9,7 +9,8 @@
 
 A GEMM is a primitive of JAX. Its kernel is chosen, and built if nothing has it, when JAX lowers a program for a GPU:
 the shapes are known then. XLA calls the kernel's exported function on its own stream, by jax-tvm-ffi and without
-Python. On the CPU, PyTorch evaluates the same expression in a callback. docs/interop.md says what is supported.
+Python, unless it needs a workspace. On the CPU, PyTorch evaluates the same expression in a callback. docs/interop.md
+says what is supported.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import functools
 import itertools
 import keyword
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import tvm_ffi
 from torch import Tensor
 
 try:
@@ -42,7 +44,7 @@ from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.base.session import cached
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
@@ -66,8 +68,7 @@ __all__ = [
 _OPERANDS = (torch.float16, torch.bfloat16)
 # The platform of kernels in JAX's registry.
 _PLATFORM = "gpu"
-# Kernels that a lowering may build to find one without workspace.
-_ATTEMPTS = 8
+_ALIGNMENT = 256  # of a workspace, in bytes
 _serials = itertools.count()
 
 
@@ -270,60 +271,48 @@ def _by_kernel(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) -> 
     outputs are operands too: arrays without values, which XLA lets the results share memory with.
     """
     call = _checked(arrays, graph, out_dtype)
-    spec, order = _chosen(name, call)
+    decision = _decision(name, call)
     a, b, *inputs = arrays
     full = (*a.shape[:-1], b.shape[1])
     given = call.arguments
     inputs = [_in_the_kernels_shape(x, given.inputs[i.name], full) for i, x in zip(graph.inputs, inputs, strict=True)]
     d, *others = (lax.empty(tuple(t.shape), _dtype_of(t)) for t in call.outputs)
+    workspace = _workspace(decision, call.problem)
+    if workspace:
+        others.append(lax.empty((workspace + _ALIGNMENT,), jnp.uint8))
     operands = (a.reshape(given.a.shape), b, d, *inputs, *others)
     places = (2, *range(3 + len(inputs), len(operands)))
-    raster, swizzle = map(np.int64, order.numbers)
+    raster, swizzle = map(np.int64, decision.order.numbers)
     results = jax.ffi.ffi_call(
-        _target(spec),
+        _target(decision.spec, in_workspace=bool(workspace)),
         [jax.ShapeDtypeStruct(operands[at].shape, operands[at].dtype) for at in places],
         input_output_aliases={at: result for result, at in enumerate(places)},
     )(*operands, raster=raster, swizzle=swizzle)
-    return [x.reshape(given.output_shape(o)) for o, x in zip(graph.outputs, results, strict=True)]
+    # A workspace comes last, as no output of the graph.
+    return [x.reshape(given.output_shape(o)) for o, x in zip(graph.outputs, results, strict=False)]
 
 
-def _chosen(name: str, call: Call) -> tuple[KernelSpec, TileOrder]:
-    """Return the best kernel for a checked call that needs no workspace, and the order of its tiles.
-
-    XLA aligns memory to 128 bytes, and a kernel asks for 256 of a workspace. It would refuse, and XLA not see that.
+def _decision(name: str, call: Call) -> Decision:
+    """Return the best kernel for a checked call, and the order of its tiles.
 
     Raises
     ------
     UnsupportedError
         If no kernel serves.
     """
-    device = _device()
-    of = device_of(device)
+    of = device_of(_device())
     signature = signature_of(call, of)
     decision = dispatch.decide(signature, of, call.problem)
     if decision is None:
         what = f"{name} with a {signature.a}, b {signature.b} and d {signature.d}"
         raise UnsupportedError(dispatch.unserved(what, signature, of))
-    for spec, order in itertools.islice(_choices(decision), _ATTEMPTS):
-        kernel = Registry.current().kernel(spec)
-        with torch.cuda.device(device):
-            if not kernel.workspace_size(*call.problem, *order.numbers):
-                return spec, order
-    raise UnsupportedError(
-        f"{name} at {call.problem}: the best kernels need a workspace, which cutlass_ops.jax cannot pass. Pad the last "
-        "dimensions of a and b to multiples of 8"
-    )
+    return decision
 
 
-def _choices(decision: Decision) -> Iterator[tuple[KernelSpec, TileOrder]]:
-    """Yield the kernels that could serve, the best one first, each once. Others than that take a model to rank."""
-    yield decision.spec, decision.order
-    seen = {decision.config}
-    for candidates in (decision.candidates, decision.alternatives):
-        for found in candidates():
-            if found.config not in seen:
-                seen.add(found.config)
-                yield decision.device.spec(decision.signature, found.config), found.order
+def _workspace(decision: Decision, problem: Problem) -> int:
+    """Return how many bytes of workspace a launch needs."""
+    with torch.cuda.device(_device()):
+        return Registry.current().kernel(decision.spec).workspace_size(*problem, *decision.order.numbers)
 
 
 def _device() -> torch.device:
@@ -337,7 +326,7 @@ def _device() -> torch.device:
 
 
 @cached(maxsize=None)
-def _target(spec: KernelSpec) -> str:
+def _target(spec: KernelSpec, *, in_workspace: bool) -> str:
     """Return the name under which XLA knows a kernel, once it is loaded."""
     try:
         import jax_tvm_ffi
@@ -350,8 +339,21 @@ def _target(spec: KernelSpec) -> str:
     # A name is registered for good, and another session may have another build of the kernel.
     name = f"cutlass_ops.{next(_serials)}.{spec.slug}"
     order = ["args", "attrs.raster", "attrs.swizzle"]
-    jax_tvm_ffi.register_ffi_target(name, kernel.launch, order, platform=_PLATFORM)
+    launch = tvm_ffi.convert(functools.partial(_launch_in_workspace, kernel.launch)) if in_workspace else kernel.launch
+    jax_tvm_ffi.register_ffi_target(name, launch, order, platform=_PLATFORM, pass_owned_tensor=in_workspace)
     return name
+
+
+def _launch_in_workspace(launch: Callable[..., int], *given: Any) -> None:
+    """Launch a kernel with the last array as its workspace, from the first address that is aligned as kernels ask.
+
+    XLA aligns memory to 128 bytes only. A kernel would refuse that, and XLA not see it.
+    """
+    *operands, space, raster, swizzle = given
+    space = torch.utils.dlpack.from_dlpack(space)
+    space = space[-space.data_ptr() % _ALIGNMENT :]
+    if launch(*operands, raster, swizzle, space):
+        raise RuntimeError("the kernel refused its operands: please report this, with the program")
 
 
 mlir.register_lowering(_GEMM, mlir.lower_fun(_by_kernel, multiple_results=True), platform="cuda")

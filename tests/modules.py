@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,3 +118,26 @@ def steps() -> Iterator[Callable[[], Any]]:
     for model in models:
         co.patch(model)
         yield lambda model=model: model_step(model, "cpu")
+
+
+# ---- A package of AOTInductor's, in a process that has nothing but it ------------------------------------------------
+
+_LOADED = """
+import sys, torch
+import cutlass_ops
+package, given, result = sys.argv[1:]
+torch.save(torch._inductor.aoti_load_package(package)(torch.load(given)), result)
+"""
+
+
+def packaged(module: nn.Module, device: str, folder: Path) -> tuple[Tensor, Tensor]:
+    """Package a module for any number of rows; return what a process with that alone computes, and of what."""
+    x, other = (torch.randn(rows, K, device=device).to(BF16) for rows in (40, 64))
+    rows = {0: torch.export.Dim("rows", min=2, max=4096)}
+    package, given, result = (str(folder / name) for name in ("module.pt2", "given.pt", "result.pt"))
+    with torch.no_grad():
+        program = torch.export.export(module, (x,), dynamic_shapes=(rows,))
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+    torch.save(other, given)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _LOADED, package, given, result], check=True)
+    return torch.load(result), other

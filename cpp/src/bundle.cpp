@@ -152,7 +152,7 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
   std::string const element = type.substr(0, type.find('.'));
   bool const rows = type.find(".row") != std::string::npos;
   int const width = element == "f64"                                            ? 8
-                    : element == "f32" || element.substr(0, 4) == "tf32"         ? 4
+                    : element == "f32" || element == "i32" || element.substr(0, 4) == "tf32" ? 4
                     : element == "e4m3" || element == "e5m2" || element == "i8" ? 1
                                                                                 : 2;
   size_t const align = type.find(".align");

@@ -128,6 +128,7 @@ std::string identifier(Json& json, char const* what) {
   return name;
 }
 
+constexpr char const* kD = "d";  // which alone may be whole numbers of 32 bits
 constexpr std::string_view kPromoted = ".promoted";  // A and B of FP8, whose sums are added up in FP32
 
 // An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. Indices and seeds have
@@ -150,6 +151,7 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
                      : take("f32") || take("tf32x3") || take("tf32") ? 4
                      : take("f16") || take("bf16")                 ? 8
                      : take("e4m3") || take("e5m2") || take("i8") ? 16
+                     : what == kD && take("i32")                  ? 4  // sums of products of i8
                                                                   : 0;
   bool good = widest > 0;
   auto const drop = [&](std::string_view tail) {
@@ -542,7 +544,7 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   declaration.types_a_b = json.since(begin);
   begin = json.at();
   fields.field("d");
-  found.operands.push_back({"out", operand(json, "d", true)});
+  found.operands.push_back({"out", operand(json, kD, true)});
   fields.field("epilogue");
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);

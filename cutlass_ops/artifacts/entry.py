@@ -17,7 +17,7 @@ from cutlass_ops.base.errors import LoadError
 from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
-FORMAT = 1  # of the manifest
+FORMAT = 2  # of the manifest, and of what was checked before it was written
 
 LIBRARY = "kernel.so"
 SOURCE = "kernel.cu"

@@ -2,7 +2,7 @@
 
 Layout of a store, which is safe to delete at any time::
 
-    v1/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
+    v2/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
     locks/<key>                    exists while a kernel is built; the system releases the lock with the process
     tmp/<key>/                     a build in progress; belongs to the holder of the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again

@@ -63,10 +63,10 @@ e5m2 = DType("e5m2", 8, "cutlass::float_e5m2_t", "float8_e5m2", _DL_FLOAT8_E5M2)
 # FP64, in which GEMM and epilogue compute if A and B have it.
 f64 = DType("f64", 64, "double", "float64", _DL_FLOAT)
 
-# A type of A and B only, whose products are added up as i32.
+# Of A and B, whose products are added up as i32, and then of D as well, which saturates.
 i8 = DType("i8", 8, "int8_t", "int8", _DL_INT)
 
-# Of indices that a reduction gives, and of seeds.
+# Of indices that a reduction gives, of sums of products of i8, and of seeds.
 i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
 i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
 
@@ -77,12 +77,14 @@ INTEGERS: tuple[DType, ...] = (i32, i64)
 # What an operand can be: of A and B, and of what an epilogue reads and stores.
 DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8)
 # What tensors may have as elements.
-HELD: tuple[DType, ...] = (*ALL, f64, i8)
+HELD: tuple[DType, ...] = (*ALL, f64, i8, i32)
 # What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
 READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
 STORED: tuple[DType, ...] = (f16, bf16, f32, *FP8)
 ROUNDED: tuple[DType, ...] = (f16, bf16, *FP8)
+# What D may be and no (M, N) input of an epilogue.
+UNREAD: tuple[DType, ...] = (*FP8, i8, i32)
 # Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
 NAMES |= {

@@ -39,6 +39,9 @@ class MmaSpec:
         Peak throughput relative to BF16.
     scalings : tuple of ((int, int), (int, int))
         Blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies.
+    copyable : bool
+        Whether kernels of ``wgmma`` copy operands that it or TMA cannot read (``declare.spec.copied``). FP8 is not
+        copied: that would take as long as the quantisation before it, which can write lines along K.
     """
 
     a: DType
@@ -53,6 +56,7 @@ class MmaSpec:
     hopper_shapes: tuple[tuple[int, int, int], ...] = ()
     rate: float = 1.0
     scalings: tuple[tuple[Block, Block], ...] = ()
+    copyable: bool = False
 
     @property
     def bits(self) -> int:
@@ -78,7 +82,14 @@ class MmaSpec:
     @property
     def stored(self) -> tuple[DType, ...]:
         """What an epilogue stores as (M, N)."""
-        return STORED if self.compute is f32 else (self.compute,)
+        if self.compute is not f32:
+            return (self.compute,)
+        return (*STORED, i8) if self.accumulator is i32 else STORED
+
+    @property
+    def results(self) -> tuple[DType, ...]:
+        """What D may be. Whole numbers of 32 bits are the sums as they are: ``epilogue.integers`` says of which."""
+        return (*self.stored, i32) if self.accumulator is i32 else self.stored
 
     def shapes_on(self, capability: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
         """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""
@@ -111,15 +122,27 @@ BLOCK_K = 128
 _BLOCKS: tuple[tuple[Block, Block], ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
 
 MMAS: tuple[MmaSpec, ...] = (
-    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16),
-    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
+    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16, copyable=True),
+    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16, copyable=True),
     # FP32, of which a call says so: MATHS.
-    MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5),
+    MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5, copyable=True),
     MmaSpec(tf32x3, tf32x3, f32, ((16, 8, 8),), "HMMA", "", f32, rate=1 / 6),
     # PTX ISA, mma: m8n8k4 from sm_80 on, the larger ones from sm_90 on.
     MmaSpec(f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4),), rate=1 / 16),
     # Whole numbers, whose sums are exact.
-    MmaSpec(i8, i8, i32, ((16, 8, 32),), "IMMA", "IGMMA", bf16, wgmma_k_major_only=True, k_major_only=True, rate=2.0),
+    MmaSpec(
+        i8,
+        i8,
+        i32,
+        ((16, 8, 32),),
+        "IMMA",
+        "IGMMA",
+        bf16,
+        wgmma_k_major_only=True,
+        k_major_only=True,
+        rate=2.0,
+        copyable=True,
+    ),
     # FP8, in every combination: wgmma only.
     *(
         MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0, scalings=_BLOCKS)

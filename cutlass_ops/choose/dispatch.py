@@ -56,6 +56,11 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
         advice = "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
     elif mma is not None and not mma.shapes and not device.has_wgmma:
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
+    elif mma is not None and mma.k_major_only and signature.realigns and not device.has_wgmma:
+        advice = (
+            f"{signature.a.dtype} is read along K only, from lines at multiples of 16 bytes, and copied to such lines "
+            "on sm_90 alone: pass a row-major a and prepare(b).matrix, with K a multiple of 16"
+        )
     elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
         advice = "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
     elif signature.epilogue.quantized is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -24,6 +24,9 @@ ESTIMATED = 0.005
 # microsecond.
 MICROSECONDS = (0.001, 1e12)
 BEHIND = (-0.9, 1e6)
+
+# A day, and the spreads of groups of rows.
+Session: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,25 @@ class Point:
         Measurements, fastest first.
     peers : tuple of (str, float)
         Microseconds of peers, by name.
+    spreads : tuple of str
+        Of groups: how their rows were spread (``kinds/spreads.py``), if not in all ways that are assumed. Times are
+        geometric means over these.
     """
 
     problem: Problem
     date: str
     measured: tuple[Measured, ...]
     peers: tuple[tuple[str, float], ...] = ()
+    spreads: tuple[str, ...] = ()
 
     def joined(self, older: Point) -> Point:
         """Return the point with an older point's other kernels, rescaled by a kernel that both have.
 
-        Without such a kernel, the older measurements are not comparable and are dropped.
+        Without such a kernel, or of rows that were spread otherwise, the older measurements are not comparable and are
+        dropped.
         """
+        if self.spreads != older.spreads:
+            return self
         before = {m.config: m for m in reversed(older.measured)}
         anchor = next((m for m in self.measured if m.config in before), None)
         if anchor is None:
@@ -107,8 +117,8 @@ class Columns:
     ----------
     configs, orders : tuple
         The configurations, and the orders of tiles.
-    dates : tuple of str
-        The day of each point.
+    sessions : tuple of (str, tuple of str)
+        The day of each point, and its spreads.
     problems : array
         M, N, K and the number of GEMMs of each point, of shape (points, 4).
     points, kernels, places : array
@@ -119,7 +129,7 @@ class Columns:
 
     configs: tuple[Config, ...]
     orders: tuple[TileOrder, ...]
-    dates: tuple[str, ...]
+    sessions: tuple[Session, ...]
     problems: Places
     points: Places
     kernels: Places
@@ -140,15 +150,15 @@ class Columns:
             [(place[id(m.config)], orders[m.order], m.microseconds, m.behind) for m in point.measured]
             for point in points
         ]
-        dates, problems = tuple(point.date for point in points), [point.problem for point in points]
-        return cls.read(tuple(configs), tuple(orders), dates, problems, rows)
+        sessions = tuple((point.date, point.spreads) for point in points)
+        return cls.read(tuple(configs), tuple(orders), sessions, [point.problem for point in points], rows)
 
     @classmethod
     def read(
         cls,
         configs: tuple[Config, ...],
         orders: tuple[TileOrder, ...],
-        dates: tuple[str, ...],
+        sessions: tuple[Session, ...],
         problems: Sequence[Problem],
         rows: Sequence[Sequence[Sequence[float]]],
     ) -> Columns:
@@ -159,7 +169,7 @@ class Columns:
         points = np.repeat(np.arange(len(counts)), counts)
         extents = np.array(problems, np.int64).reshape(-1, len(Problem._fields))
         indices = points, kernels.astype(np.int64), places.astype(np.int64)
-        return cls(configs, orders, dates, extents, *indices, microseconds, behind)
+        return cls(configs, orders, sessions, extents, *indices, microseconds, behind)
 
     @cached_property
     def starts(self) -> Places:
@@ -181,7 +191,7 @@ class Columns:
         return Columns(
             configs=self.configs,
             orders=self.orders,
-            dates=tuple(self.dates[at] for at in points.tolist()),
+            sessions=tuple(self.sessions[at] for at in points.tolist()),
             problems=self.problems[points],
             points=np.searchsorted(points, of),
             kernels=self.kernels[which],
@@ -211,10 +221,10 @@ class Recorded(Sequence[Point]):
         rows = zip(of.kernels.tolist(), of.microseconds.tolist(), of.behind.tolist(), of.places.tolist(), strict=True)
         measured = [Measured(of.configs[at], us, behind, of.orders[order]) for at, us, behind, order in rows]
         starts = of.starts.tolist()
-        about = zip(of.problems.tolist(), of.dates, self._peers, starts, starts[1:], strict=False)
+        about = zip(of.problems.tolist(), of.sessions, self._peers, starts, starts[1:], strict=False)
         return tuple(
-            Point(Problem(*problem), date, tuple(measured[first:after]), peers)
-            for problem, date, peers, first, after in about
+            Point(Problem(*problem), date, tuple(measured[first:after]), peers, spreads)
+            for problem, (date, spreads), peers, first, after in about
         )
 
     def __len__(self) -> int:

@@ -391,10 +391,10 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
         usual = (*usual, *small.UNTUNED)
     if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
-        # Times depend on the operands' majors: prefer kernels from tables with the same majors.
-        alike = [t for t in known if t.signature.majors == signature.majors]
+        # Times depend on how operands lie as TMA loads them: prefer kernels from tables with the same majors.
+        alike = [t for t in known if t.signature.majors == signature.loaded_majors]
         pool = [*(c for table in alike or known for c in table.kernels), *sm90.untuned(signature)]
-        # With few rows, reading misaligned operands directly is faster than copying them for TMA.
+        # With few rows, reading operands as they lie is faster than copying them first.
         if signature.form == BATCHED:
             pool += small.UNTUNED
         found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
@@ -492,7 +492,7 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
     usual = reference()
     if own is not None and own.is_about(usual.signature, usual.device):
         return ()
-    like = _like if signature.majors == usual.signature.majors else _plain
+    like = _like if signature.loaded_majors == usual.signature.majors else _plain
     ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
@@ -528,8 +528,8 @@ def _like(signature: OpSignature) -> OpSignature | None:
 
 
 def _plain(signature: OpSignature) -> OpSignature:
-    """Return the signature of plain GEMM in BF16 with the same majors of A and B."""
-    a, b = (Operand.of(f"bf16.{major}") for major in signature.majors)
+    """Return the signature of plain GEMM in BF16 with the same majors of A and B, as TMA loads them."""
+    a, b = (Operand.of(f"bf16.{major}") for major in signature.loaded_majors)
     return OpSignature(builtin.identity.graph, a, b, Operand.of("bf16.row"), (), ())
 
 

@@ -53,7 +53,7 @@ def restated(
     behind = times / times[part.starts[:-1]][part.points] - 1
     columns = replace(part, kernels=kernels[order], places=part.places[order], microseconds=times, behind=behind)
     kept = tuple(found for config in table.kernels if (found := of[config]) is not None)
-    return replace(table, points=Recorded(columns, [()] * len(columns.dates)), kernels=kept)
+    return replace(table, points=Recorded(columns, [()] * len(columns.problems)), kernels=kept)
 
 
 def _later(pools: tuple[Pool, Pool], kernels: Places, problems: tuple[Places, Places], device: Device) -> Floats:

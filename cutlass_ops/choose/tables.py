@@ -32,12 +32,14 @@ from cutlass_ops.choose.points import Columns, Recorded, columns_of
 from cutlass_ops.choose.points import Measured as Measured
 from cutlass_ops.choose.points import Point as Point
 from cutlass_ops.declare.config import Config, config_from_json, config_to_json
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
 from cutlass_ops.declare.signature import signature_to_json as signature_to_json
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.spreads import ASSUMED
 
 FORMAT = 3
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
@@ -54,6 +56,7 @@ _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
 _MAX_PEERS = 16
+_MAX_SPREADS = 16
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
@@ -98,6 +101,8 @@ class Table:
             refusal = self.signature.form.refuses(point.problem)
             if refusal:
                 raise ConfigError(refusal)
+            if point.spreads and self.signature.form != GROUPED:
+                raise ConfigError(f"problem {point.problem} has spreads, and the form {self.signature.form} no groups")
         object.__setattr__(self, "points", ordered)
 
     def is_about(self, signature: OpSignature, device: str) -> bool:
@@ -199,6 +204,7 @@ class Table:
                         for m in p.measured
                     ],
                     "peers": {name: round(us, 3) for name, us in p.peers},
+                    **({"spreads": list(p.spreads)} if p.spreads else {}),
                 }
                 for p in self.points
             ],
@@ -255,7 +261,7 @@ class Table:
         columns = Columns.read(
             configs,
             tuple(TileOrder(**order) for order in data["orders"]),
-            tuple(point["date"] for point in points),
+            tuple((point["date"], tuple(point.get("spreads", ()))) for point in points),
             [Problem(*point["problem"]) for point in points],
             [point["measured"] for point in points],
         )
@@ -390,7 +396,9 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
 
 
 def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Point:
-    fields = checked_json.mapping(data, "a point", "problem date measured peers")
+    # Left out where there are no groups, or rows were spread in all ways.
+    spread = isinstance(data, dict) and "spreads" in data
+    fields = checked_json.mapping(data, "a point", "problem date measured peers" + " spreads" * spread)
     problem = Problem.from_json(fields["problem"])
     date = checked_json.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
@@ -404,7 +412,12 @@ def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder])
     times = tuple(
         (checked_json.text(n, "peers"), checked_json.number(us, "peers", *MICROSECONDS)) for n, us in peers.items()
     )
-    return Point(problem, date, tuple(_measured(row, configs, orders) for row in rows), times)
+    names = checked_json.sequence(fields["spreads"], "spreads", _MAX_SPREADS) if spread else ()
+    spreads = tuple(checked_json.text(name, "spreads") for name in names)
+    known = tuple(each.name for each in ASSUMED if each.name in spreads)
+    if spread and (known != spreads or len(known) in (0, len(ASSUMED))):
+        raise ConfigError(f"spreads is {checked_json.shown(spreads)}: some of the known ones, in their order")
+    return Point(problem, date, tuple(_measured(row, configs, orders) for row in rows), times, spreads)
 
 
 def _place(value: object, what: str, among: Sequence[object]) -> int:

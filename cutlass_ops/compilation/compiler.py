@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.base import env, resources
+from cutlass_ops.base import env, resources, reuse
 from cutlass_ops.base.arch import Target
 from cutlass_ops.base.errors import CompileError, ToolchainError
 from cutlass_ops.base.programs import Program
@@ -107,7 +107,7 @@ def compile_kernel(
     timeout: float = COMPILE_TIMEOUT,
     cancel: threading.Event | None = None,
 ) -> Compiled:
-    """Compile one rendered kernel into a shared library.
+    """Compile one rendered kernel into a shared library, and clear what ptxas must not have left in it.
 
     Parameters
     ----------
@@ -148,6 +148,8 @@ def compile_kernel(
     began = time.monotonic()
     log = run(device_step, host_step)
     run(link_step)
+    built = (folder / library).read_bytes()
+    (folder / library).write_bytes(reuse.mended(built))
     if not toolchain.unchanged:
         raise ToolchainError(f"{nvcc}, {host} or a part of them was replaced during the compilation: start again")
     return Compiled(time.monotonic() - began, tuple(_resources_used(log)))

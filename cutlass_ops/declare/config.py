@@ -351,8 +351,9 @@ class Sm90Config(KernelConfig):
         the others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel takes them
         before, and the epilogue waits for its end.
     realign : bool
-        Whether A or B, or both, lie as TMA cannot read them: their address or leading dimension is no multiple of 16
-        bytes. A small kernel then copies them ahead of the GEMM, into workspace, to lines that are aligned.
+        Whether A or B, or both, lie as they cannot be read: their address or leading dimension is no multiple of 16
+        bytes, which TMA needs; or they are TF32 or INT8 and lie across K. A small kernel then copies them ahead of the
+        GEMM, into workspace, to lines that are aligned, and of these types along K.
     accumulation : str
         How FP8 products are added up along K. ``"fast"``: by the Tensor Cores alone, which keep fewer bits than FP32.
         ``"promoted"``: they add up 128 at a time, and the threads add these sums up in FP32.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class Device:
         return self.capability == (9, 0)
 
     def loads_by_tma(self, a: Operand, b: Operand) -> bool:
-        """Whether TMA loads A and B without a copy: addresses and lines are aligned, and wgmma reads their majors."""
+        """Whether TMA loads A and B without a copy, for a kernel of wgmma."""
         mma = mma_of(a.dtype, b.dtype)
-        reads = mma is not None and bool(mma.wgmma_opcode) and mma.takes_majors(a.major, b.major, wgmma=True)
-        return self.has_wgmma and reads and a.aligned and b.aligned
+        return self.has_wgmma and mma is not None and bool(mma.wgmma_opcode) and not any(copied(a, b))
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
         """Return the specification of a signature's kernel with a configuration on this device."""

@@ -28,6 +28,8 @@ class Form:
         Tensors of a call between A and B and the epilogue's inputs.
     stacked : bool
         Whether each GEMM has a D of its own, in dimensions before M.
+    served_as : str
+        The name of the form of its kernels, if these are another form's. No kernel is declared with it.
     """
 
     name: str
@@ -35,6 +37,12 @@ class Form:
     several: bool = True
     operands: tuple[str, ...] = ()
     stacked: bool = False
+    served_as: str = ""
+
+    @property
+    def of_kernels(self) -> Form:
+        """The form of the kernels that serve calls of this one."""
+        return FORMS[self.served_as] if self.served_as else self
 
     @classmethod
     def of(cls, given: object) -> Form:
@@ -81,7 +89,15 @@ RAGGED_K = Form(
     operands=("offsets",),
     stacked=True,
 )
-# Every form is a row here. The kinds of kernels say which of them they serve.
+# Only calls have it: a kernel finds groups with room as it finds those that follow each other.
+MASKED = Form(
+    "masked",
+    "the number of groups, each with room for M rows of A, and a B of its own",
+    operands=("counts",),
+    stacked=True,
+    served_as="grouped",
+)
+# Every form of kernels is a row here. The kinds of kernels say which of them they serve.
 FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED, RAGGED_K)}
 
 
@@ -91,11 +107,11 @@ def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:
         return "the epilogue quantises D, and a kernel writes the scales of one GEMM"
     if any(output.reduce is not None for output in graph.outputs):
         return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
-    if graph.products and form != GROUPED:
+    if graph.products and form.of_kernels != GROUPED:
         return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
     if graph.gathered:
         return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"
-    if graph.block_scales:
+    if graph.block_scales and form.of_kernels != GROUPED:
         return "the epilogue has scales of blocks, and a kernel reads those of one GEMM"
     if any(node.op == UNIFORM for node in graph.nodes):
         return "the epilogue draws random numbers by row and column, the same for every batch"

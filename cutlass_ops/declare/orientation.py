@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cutlass_ops.declare.config import ThreadblockShape
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, loaded
 from cutlass_ops.epilogue.nodes import Kind
 
 
@@ -26,7 +26,7 @@ class Side:
     side : str
         ``"m"`` or ``"n"``: the operand's dimension besides K.
     k_major : bool
-        Whether neighbours along K are adjacent in memory.
+        Whether neighbours along K are adjacent in the memory from which the kernel loads its tiles.
     extent : int
         The tile's extent along that side, in elements.
     """
@@ -50,7 +50,8 @@ def oriented(spec: KernelSpec, operand: Operand) -> Operand:
 def sides(spec: KernelSpec) -> tuple[Side, Side]:
     """Return the operand along the kernel's M and the one along its N."""
     tile = spec.config.threadblock
-    a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
+    of_a, of_b = loaded(spec.a, spec.b) if spec.config.copies else (spec.a, spec.b)
+    a, b = ("a", of_a.major == "row"), ("b", of_b.major == "col")
     first, second = (b, a) if swapped(spec) else (a, b)
     return Side(first[0], "m", first[1], tile.m), Side(second[0], "n", second[1], tile.n)
 

@@ -12,7 +12,7 @@ from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
-from cutlass_ops.declare.spec import KernelSpec, Major, Operand
+from cutlass_ops.declare.spec import KernelSpec, Major, Operand, copied, loaded
 from cutlass_ops.epilogue.graph import Graph
 
 
@@ -63,8 +63,14 @@ class OpSignature:
 
     @property
     def realigns(self) -> bool:
-        """Whether A or B must be copied before TMA can read it."""
-        return not (self.a.aligned and self.b.aligned)
+        """Whether A or B must be copied before a kernel of ``wgmma`` can multiply it."""
+        return any(copied(self.a, self.b))
+
+    @property
+    def loaded_majors(self) -> tuple[Major, Major]:
+        """Majors of A and B as TMA loads them: those of their copies, where they are copied."""
+        a, b = loaded(self.a, self.b)
+        return a.major, b.major
 
     @property
     def promoted(self) -> bool:

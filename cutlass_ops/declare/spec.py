@@ -7,12 +7,26 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
-from cutlass_ops.base.dtypes import ALL, DECLARED, FP8, INTEGERS, NAMES, REDUCED, DType, bf16, dtype, f32, i64
+from cutlass_ops.base.dtypes import (
+    ALL,
+    DECLARED,
+    FP8,
+    INTEGERS,
+    NAMES,
+    REDUCED,
+    UNREAD,
+    DType,
+    bf16,
+    dtype,
+    f32,
+    i32,
+    i64,
+)
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import KEPT_HASH, hashed_once
 from cutlass_ops.base.mma import mma_of
@@ -135,6 +149,27 @@ def _is_block(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value)
 
 
+def copied(a: Operand, b: Operand) -> tuple[bool, bool]:
+    """Return whether A, and whether B, must be copied before a kernel of ``wgmma`` can multiply them.
+
+    That is an operand that does not begin, with all its lines, at multiples of 16 bytes, as TMA needs; and one whose
+    lines do not lie along K, of types that the instruction reads along K only. Copies are aligned, and of such types
+    lie along K.
+    """
+    mma = mma_of(a.dtype, b.dtype)
+    only = mma is not None and mma.wgmma_k_major_only
+    return not a.aligned or (only and a.major != "row"), not b.aligned or (only and b.major != "col")
+
+
+def loaded(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Return A and B as TMA loads them: as they are, or their copies."""
+    mma = mma_of(a.dtype, b.dtype)
+    only = mma is not None and mma.wgmma_k_major_only
+    pairs = zip((a, b), copied(a, b), strict=True)
+    of_a, of_b = (replace(x, alignment=x.dtype.tma_alignment) if is_copied else x for x, is_copied in pairs)
+    return (replace(of_a, major="row"), replace(of_b, major="col")) if only else (of_a, of_b)
+
+
 class HasGraph(Protocol):
     """Anything with an epilogue graph: a traced function, or a wrapper of one."""
 
@@ -159,8 +194,8 @@ class KernelSpec:
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
-        a product B's type), other tiles D's type, and reductions FP32. Inputs are never FP8: beside a D in FP8 they
-        have B's dtype, or BF16.
+        a product B's type), other tiles D's type, and reductions FP32. Inputs are never FP8 or integers: beside such
+        a D they have D's usual dtype, BF16 for these operands.
     target : str, optional
         Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
     order : TileOrder, optional
@@ -391,8 +426,9 @@ def _matrix(name: str, given: object) -> Operand:
     if not isinstance(given, Operand) and not re.search(_MAJOR, str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
         raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
-    if operand.dtype not in DECLARED:
-        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, DECLARED))}")
+    known = (*DECLARED, i32) if name == "d" else DECLARED
+    if operand.dtype not in known:
+        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, known))}")
     return operand
 
 
@@ -423,8 +459,8 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
 
 
 def _read_beside(b: Operand, d: Operand) -> Operand:
-    """Return the type of inputs of which nothing else is said: D's, and D's usual one where that is FP8, never read."""
-    if d.dtype not in FP8:
+    """Return the type of inputs of which nothing else is said: D's, and D's usual one where that is never read."""
+    if d.dtype not in UNREAD:
         return d
     mma = mma_of(b.dtype, b.dtype)
     return _like(d, bf16 if mma is None else mma.result)

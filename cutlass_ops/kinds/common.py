@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32
+from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32, i32
 from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
@@ -71,26 +72,35 @@ def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         yield Broken(f"{what}, which kernels of this kind do not multiply", advice=advice)
 
 
-def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
+def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is not None and not mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
-        other = ", or an Sm80Config" if sm80_serves(spec) else ""
+    if mma is None or mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+        return
+    if not (config.copies and mma.copyable):  # else the kernel multiplies copies along K
+        others = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * (sm90_serves(spec) and not config.wgmma)
         reads = "wgmma" if config.wgmma else "CUTLASS's main loop"
-        yield (
-            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only: use {spec.a.dtype}.row and "
-            f"{spec.b.dtype}.col{other}"
+        yield Broken(
+            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only",
+            ({"realign": True},) if config.wgmma and mma.copyable else (),
+            f"use {' or '.join([f'{spec.a.dtype}.row and {spec.b.dtype}.col', *others])}",
         )
 
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
     read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
     mma = mma_of(spec.a.dtype, spec.b.dtype) or MMAS[0]  # the rule operand_dtypes reports the others
-    found = [("d", spec.d, mma.stored)]
+    found = [("d", spec.d, mma.results)]
     found += [(f"input {i.name}", operand, read.get(i.kind, mma.read)) for i, operand in spec.typed_inputs]
     found += [(f"output {o.name}", t, mma.stored if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
     for name, operand, allowed in found:
         if operand.dtype not in allowed:
             yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"
+
+
+def _integer_d(spec: KernelSpec, _: Config) -> Iterator[str]:
+    why = integers.why_not(spec.epilogue) if spec.d.dtype is i32 else None
+    if why is not None:
+        yield f"d is {spec.d}, and {why}"
 
 
 def _fp8_outputs(spec: KernelSpec, config: Config) -> Iterator[Broken]:
@@ -212,6 +222,7 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("operand_dtypes", "policy", _operand_dtypes),
     Rule("operand_majors", "hardware", _operand_majors),
     Rule("epilogue_dtypes", "policy", _epilogue_dtypes),
+    Rule("integer_d", "policy", _integer_d),
     Rule("fp8_outputs", "policy", _fp8_outputs),
     Rule("quantized", "policy", _quantized),
     Rule("scaling", "policy", _scaling),

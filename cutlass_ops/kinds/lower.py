@@ -379,6 +379,12 @@ def _blocks(spec: KernelSpec, given: Input) -> dict[str, str]:
     operand, extent = (spec.a, "m") if given.kind is Kind.BLOCKS_A else (spec.b.transposed, "n")
     assert operand.scaling is not None
     each, of_k = operand.scaling
+    if spec.form == GROUPED:
+        element = f"Element_{given.name}"
+        of_rows = f"groups.row_scales<{element}>(o.problem, {of_k})"
+        of_weights = f"groups.weight_scales<{element}>(o.problem, {each}, {of_k})"
+        read = of_rows if given.kind is Kind.BLOCKS_A else of_weights
+        return {"name": given.name, "type": "cutlass_ops::GroupedScales", "read": read}
     read = f"call.{_READERS[given.kind]}<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
     return {"name": given.name, "type": "cutlass_ops::StridedScales", "read": read}
 

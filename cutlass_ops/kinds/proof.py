@@ -1,9 +1,10 @@
-"""Check in the machine code that a kernel uses the Tensor Cores."""
+"""Check in the machine code that a kernel uses the Tensor Cores, and reads no register's former value."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from cutlass_ops.base import reuse
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.mma import mma_of, pairs
 from cutlass_ops.base.sass import opcodes
@@ -34,8 +35,10 @@ def proved(library: bytes, where: str, spec: Declaration) -> dict[str, int]:
     Raises
     ------
     CompileError
-        If a required instruction is missing: the kernel would run, but more slowly.
+        If a required instruction is missing: the kernel would run, but more slowly. If the compiler's flags would
+        have it read a register's former value.
     """
+    reuse.require_none_stale(library, where)
     counts = opcodes(library, where)
     if isinstance(spec, QuantizeSpec):
         return counts

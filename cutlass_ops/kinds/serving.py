@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutlass_ops.base.dtypes import FP8, f64
+from cutlass_ops.base.dtypes import FP8, f64, i8, i32
 from cutlass_ops.base.mma import MmaSpec, mma_of
-from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import doubles
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
+from cutlass_ops.epilogue import doubles, integers
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
@@ -58,9 +58,19 @@ def takes_means(mma: MmaSpec) -> bool:
     return mma.bits == 16
 
 
-def realigns(mma: MmaSpec) -> bool:
-    """Return whether Sm90 kernels can copy operands to aligned lines (``realign.h``)."""
-    return mma.bits == 16
+def whole_lines(spec: KernelSpec) -> bool:
+    """Return whether A and B, with all their lines, begin at multiples of 16 bytes."""
+    return spec.a.aligned and spec.b.aligned
+
+
+def beside_each_other(spec: KernelSpec) -> bool:
+    """Return whether B and a second weight can lie beside each other in a tile: along K.
+
+    Of types that are copied along K, they are not copied: no other kernel has two weights, so that even a few rows
+    would take copies of both. Two GEMMs choose for themselves.
+    """
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    return spec.b.major == "col" and (spec.b.aligned or mma is None or not mma.wgmma_k_major_only)
 
 
 def sm80_serves(spec: KernelSpec) -> bool:
@@ -68,11 +78,13 @@ def sm80_serves(spec: KernelSpec) -> bool:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
-    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False):
+    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False) or (spec.a.dtype is i8 and not whole_lines(spec)):
         return False
     if spec.epilogue.gathered and not takes_means(mma):
         return False
     if mma.compute is f64 and doubles.why_not(spec.epilogue) is not None:
+        return False
+    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products and spec.epilogue.quantized is None
@@ -81,15 +93,17 @@ def sm80_serves(spec: KernelSpec) -> bool:
 def sm90_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is None or not by_wgmma(mma) or not mma.takes_majors(spec.a.major, spec.b.major, wgmma=True):
+    if mma is None or not by_wgmma(mma) or (any(copied(spec.a, spec.b)) and not mma.copyable):
         return False
-    if (spec.epilogue.gathered and not takes_means(mma)) or not ((spec.a.aligned and spec.b.aligned) or realigns(mma)):
+    if spec.epilogue.gathered and not takes_means(mma):
+        return False
+    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
         return False
     plain = plain_epilogue(spec)
     own = spec.epilogue.swaps_pairs or any(paired(spec))
     if spec.epilogue.quantized is not None and not (plain and spec.d.major == "row"):
         return False
-    alone = plain and d_alone(spec) and source_name(spec) is None and spec.b.major == "col"
+    alone = plain and d_alone(spec) and source_name(spec) is None and beside_each_other(spec)
     return (plain or not own) and (alone or not spec.epilogue.products)
 
 

@@ -1,12 +1,12 @@
 """How rows may be spread over groups. The host knows how many rows and groups there are, and not which has how many.
 
-A kernel is chosen that does well for several spreads: see :data:`ASSUMED`.
+A kernel is chosen that does well for several spreads: see :data:`ASSUMED`. Tuning draws groups by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,11 +45,28 @@ class Spread:
         How much it counts in the choice of a kernel. All weights add up to 1.
     groups : callable
         Returns the groups that have rows. Takes the rows of all groups together, and the number of groups.
+    shares : callable
+        Returns how many rows each group has relative to the others. Takes the groups' ranks, 1, 2 and so on.
+    by_chance : bool
+        Whether each row takes a group by chance.
     """
 
     name: str
     weight: float
     groups: Callable[[Floats, Floats], Groups]
+    shares: Callable[[Floats], Floats]
+    by_chance: bool = False
+
+    def drawn(self, rows: int, groups: int, generator: np.random.Generator) -> list[int]:
+        """Return how many rows each group has, all together `rows`. Ranks come in a random order."""
+        shares = self.shares(np.arange(1.0, groups + 1))
+        shares = shares / shares.sum()
+        if self.by_chance:
+            return [int(size) for size in generator.multinomial(rows, shares)]
+        sizes = np.floor(rows * shares).astype(np.int64)
+        lacking = np.argsort(sizes - rows * shares, kind="stable")[: rows - int(sizes.sum())]
+        sizes[lacking] += 1
+        return [int(size) for size in generator.permutation(sizes)]
 
     def of(self, problems: Extents) -> Groups:
         """Return the groups of problems whose M is the mean of a group's rows."""
@@ -88,11 +105,41 @@ def _one(rows: Floats, groups: Floats) -> Groups:
 # Equal groups are what a router is trained for, and real ones are between these and Zipf's. That one has all rows is
 # rare, but small tiles take several times as long then.
 ASSUMED = (
-    Spread("equal", 0.4, _equal),
-    Spread("random", 0.1, _random),
-    Spread("Zipf", 0.3, _zipf),
-    Spread("one", 0.2, _one),
+    Spread("equal", 0.4, _equal, np.ones_like),
+    Spread("random", 0.1, _random, np.ones_like, by_chance=True),
+    Spread("Zipf", 0.3, _zipf, lambda ranks: 1 / ranks),
+    Spread("one", 0.2, _one, lambda ranks: np.where(ranks == 1, 1.0, 0.0)),
 )
+
+
+def in_order(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of spreads in one order; none if they are all.
+
+    Raises
+    ------
+    ValueError
+        If there is no spread of a name.
+    """
+    known = [spread.name for spread in ASSUMED]
+    wrong = [names] if isinstance(names, str) else [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"spreads has {wrong[0]!r}: pass a sequence of some of {', '.join(map(repr, known))}")
+    found = tuple(name for name in known if name in names)
+    return () if len(found) == len(known) else found
+
+
+def named(names: Sequence[str]) -> tuple[Spread, ...]:
+    """Return spreads by their names, with weights that add up to 1; without names, all that are assumed.
+
+    Raises
+    ------
+    ValueError
+        If there is no spread of a name.
+    """
+    wanted = in_order(names)
+    found = [spread for spread in ASSUMED if not wanted or spread.name in wanted]
+    whole = sum(spread.weight for spread in found)
+    return tuple(replace(spread, weight=spread.weight / whole) for spread in found)
 
 
 def _whole(sizes: list[tuple[Floats, Floats]]) -> Groups:

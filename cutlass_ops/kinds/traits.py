@@ -12,7 +12,7 @@ from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import Major
+from cutlass_ops.declare.spec import Major, copied
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 
 Extent = Literal["m", "n", "k"]
@@ -45,6 +45,10 @@ class Traits:
         Peak throughput of products relative to BF16.
     ragged_k : bool
         Whether K belongs to groups, whose tiles are not ordered by GPC.
+    along_k : bool
+        Whether kernels of ``wgmma`` read A and B along K only, or copies of them that lie so.
+    copied : tuple of bool
+        Whether these kernels copy A, and whether they copy B.
     """
 
     element_bytes: int
@@ -58,6 +62,8 @@ class Traits:
     grouped: bool = False
     rate: float = 1.0
     ragged_k: bool = False
+    along_k: bool = False
+    copied: tuple[bool, bool] = (False, False)
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -75,12 +81,14 @@ class Traits:
             grouped=signature.form == GROUPED,
             rate=1.0 if mma is None else mma.rate,
             ragged_k=signature.form == RAGGED_K,
+            along_k=mma is not None and mma.wgmma_k_major_only,
+            copied=copied(signature.a, signature.b),
         )
 
     @property
     def lines(self) -> tuple[Extent, Extent]:
-        """The extents that are contiguous in A and in B."""
-        a, b = self.majors
+        """The extents that are contiguous in A and in B, as kernels of ``wgmma`` load them."""
+        a, b = ("row", "col") if self.along_k else self.majors
         return ("k" if a == "row" else "m"), ("k" if b == "col" else "n")
 
     def whole(self, problem: _Extents) -> _Extents:

@@ -21,9 +21,10 @@ from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, MASKED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
+from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import batches, groups, matrices, operands, reference
@@ -67,11 +68,14 @@ class Call(NamedTuple):
     @property
     def chosen_for(self) -> Problem:
         """The problem for which a kernel is chosen: that of groups is made up, as the host does not know them."""
-        problem = self.problem
-        if self.arguments.form not in (GROUPED, RAGGED_K) or 0 in problem:
-            return problem
-        typical = groups.typical if self.arguments.form == GROUPED else groups.typical_of_k
-        return typical(problem.m, problem.n, problem.k, problem.count)
+        (m, n, k, count), form = self.problem, self.arguments.form
+        if not form.operands or 0 in self.problem:
+            return self.problem
+        if form == RAGGED_K:
+            return groups.typical_of_k(m, n, k, count)
+        if form == MASKED:
+            m = min(self.arguments.expected or m, m) * count
+        return groups.typical(m, n, k, count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
@@ -137,7 +141,7 @@ class Call(NamedTuple):
         if arguments.form == DENSE:
             yield self
             return
-        if arguments.form == GROUPED:
+        if arguments.form in (GROUPED, MASKED):
             yield from self._groups()
             return
         if arguments.form == RAGGED_K:
@@ -163,18 +167,17 @@ class Call(NamedTuple):
         if 0 in self.problem:
             return
         inputs = {i.name: (i.kind, arguments.inputs[i.name]) for i in self.graph.inputs}
-        ends = arguments.inputs["offsets"]
-        assert isinstance(ends, Tensor)
-        for expert, rows in enumerate(groups.ends(ends, self.problem.m)):
+        for expert, (rows, size) in enumerate(groups.rows_of_each(arguments)):
 
-            def of_group(kind: Kind, value: Tensor | float, expert: int = expert, rows: slice = rows) -> Tensor | float:
+            def of_group(
+                kind: Kind, value: Tensor | float, expert: int = expert, rows: groups.Place = rows
+            ) -> Tensor | float:
                 if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
                     return value
-                if kind is Kind.ROW or kind is Kind.PRODUCT:
+                if kind in (Kind.ROW, Kind.PRODUCT, Kind.BLOCKS_B):
                     return value[expert] if value.ndim > 1 else value
                 return value[rows]
 
-            size = rows.stop - rows.start
             if not size:
                 continue
             own = {name: of_group(kind, value) for name, (kind, value) in inputs.items()}
@@ -231,7 +234,7 @@ def check_call(
     spec : KernelSpec, optional
         The kernel, if it is fixed. It then decides the outputs' types.
     offsets : Tensor, optional
-        Where groups end, if there are any.
+        Where groups end, or how many rows each has, if there are any.
     math : str, optional
         What the Tensor Cores make of FP32 operands: a key of :data:`cutlass_ops.base.mma.MATHS`. Or how sums of FP8
         products are added up: one of :data:`cutlass_ops.base.mma.ACCUMULATIONS`.
@@ -248,13 +251,13 @@ def check_call(
     elif form == RAGGED_K:
         arguments = groups.check_arguments_of_k(graph, a, b, offsets, inputs)
     else:
-        arguments = groups.check_arguments(graph, a, b, offsets, inputs)
-    if spec is not None and spec.form != arguments.form:
+        arguments = groups.check_arguments(graph, a, b, offsets, inputs, form)
+    if spec is not None and spec.form != arguments.form.of_kernels:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
     multiplied = mma.mma_of(*arguments.types)
     assert multiplied is not None  # the check of A and B found it
-    known = [getattr(torch, t.torch_name) for t in multiplied.stored]
+    known = [getattr(torch, t.torch_name) for t in multiplied.results]
     if out_dtype is not None and out_dtype not in known:
         *others, last = map(str, known)
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(others)}{' or ' if others else ''}{last}")
@@ -265,7 +268,8 @@ def check_call(
     outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            allowed = multiplied.stored if output.reduce is None else multiplied.read
+            stored = multiplied.results if position == 0 else multiplied.stored
+            allowed = stored if output.reduce is None else multiplied.read
             outputs.append(check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
@@ -274,6 +278,9 @@ def check_call(
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(output.kind, arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+    why = integers.why_not(graph) if outputs[0].dtype is torch.int32 else None
+    if why is not None:
+        raise TypeError(f"{'out_dtype' if given[0] is None else 'out'} is {outputs[0].dtype}, and {why}")
     if quantized is not None:
         check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
     if any(t is not None for t in given):
@@ -365,9 +372,9 @@ def call_at(
         Kind.TILE: lambda name: empty(m, n, "row", read(name)),
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
-        Kind.PRODUCT: lambda name: empty(k, n, b),
+        Kind.PRODUCT: lambda name: empty(k, n, b, lead=of_b),
         Kind.BLOCKS_A: lambda name: empty(m, mma.blocks(k), "row", torch.float32),
-        Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32),
+        Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32, of_b),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     offsets = torch.empty((problem.count,), dtype=torch.int32, device="meta") if form.operands else None
@@ -423,7 +430,7 @@ def device_of(device: torch.device) -> Device:
 
 def _check_lines(call: Call) -> Sequence[Major]:
     """Return the majors that B may have; refuse operands that no kernel for their types or form reads."""
-    if call.arguments.form == GROUPED:
+    if call.arguments.form in (GROUPED, MASKED):
         groups.check_lines(call.arguments, _products(call))
     if call.arguments.form == RAGGED_K:
         groups.check_lines_of_k(call.arguments)
@@ -529,8 +536,9 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     if graph.block_scales:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
-    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
-    return groups.read_by_registers(found) if arguments.form == GROUPED else found
+    form = arguments.form.of_kernels
+    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), form)
+    return groups.read_by_registers(found) if form == GROUPED else found
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:

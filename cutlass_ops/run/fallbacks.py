@@ -57,6 +57,11 @@ class PeerPlan:
         """What a kernel would ask of matrices: it comes first, since PyTorch was faster."""
         return _ANY
 
+    @property
+    def copies(self) -> int:
+        """How many matrices a kernel copies: there is no kernel."""
+        return 0
+
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
         return isinstance(other, PeerPlan) and other.inputs == self.inputs
@@ -105,6 +110,11 @@ class OpsPlan:
     def alignment(self) -> int:
         """What a kernel would ask of matrices: it comes first, since its operands are compared as a whole."""
         return _ANY
+
+    @property
+    def copies(self) -> int:
+        """How many matrices a kernel copies: there is no kernel."""
+        return 0
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base.mma import Math
-from cutlass_ops.declare.form import GROUPED, RAGGED_K
+from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import groups, traced
@@ -54,6 +54,45 @@ class GroupedOp(_OfGroups):
 
     def of_weights(self, graph: Graph) -> WgradOp:  # noqa: D102
         return _wgrad_op_of(graph)
+
+
+class MaskedOp(_OfGroups):
+    """An epilogue of groups with room for as many rows each: called as ``op(x, w, counts, *inputs)``.
+
+    Parameters
+    ----------
+    epilogue : Epilogue
+        The epilogue.
+    expected : int
+        The rows that a group is expected to have, for which kernels are chosen; 0 if nobody says.
+    """
+
+    form = MASKED
+
+    def __init__(self, epilogue: Epilogue, expected: int = 0) -> None:
+        groups.require(epilogue.graph, MASKED)
+        self.expected = expected
+        plain = [expected, epilogue.graph.to_json()]
+        super().__init__("grouped_gemm_masked", epilogue, made_by=("masked", plain))
+
+    def checked_call(  # noqa: D102
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
+        call = super().checked_call(a, b, inputs, out, out_dtype)
+        return call._replace(arguments=call.arguments._replace(expected=self.expected))
+
+    def of(self, graph: Graph) -> NoReturn:
+        """Refuse gradients.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(
+            "grouped_gemm_masked has no gradient: call it under torch.no_grad(), or sort rows by expert and call "
+            "grouped_gemm, which has one"
+        )
 
 
 class WgradOp(_OfGroups):
@@ -104,6 +143,30 @@ def grouped_op(epilogue: Epilogue | None = None) -> GroupedOp:
 def op_again(name: str, plain: Any) -> GroupedOp:
     """Make an op again from what :class:`GroupedOp` registers: see ``traced.MAKERS``."""
     return GroupedOp(Epilogue.of(name, "", Graph.from_json(plain)))
+
+
+@traced.remembered
+def masked_op(epilogue: Epilogue | None = None, expected_rows: int | None = None) -> MaskedOp:
+    """Return the op behind :func:`grouped_gemm_masked`. It takes (x, w, counts, *inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or has no meaning for groups, or `expected_rows` is no positive int.
+    """
+    return masked_op_of(op_of(epilogue).epilogue, groups.expected(expected_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def masked_op_of(epilogue: Epilogue, expected: int) -> MaskedOp:
+    """Return the op of an epilogue: one for numbers of rows that are expected near each other."""
+    return MaskedOp(epilogue, expected)
+
+
+def masked_again(name: str, plain: Any) -> MaskedOp:
+    """Make an op again from what :class:`MaskedOp` registers: see ``traced.MAKERS``."""
+    expected, graph = plain
+    return MaskedOp(Epilogue.of(name, "", Graph.from_json(graph)), expected)
 
 
 @traced.remembered
@@ -197,6 +260,85 @@ def grouped_gemm(
     [8.0, 4.0, 9.0, 9.0, 18.0]
     """
     return grouped_op(epilogue)(x, w, offsets, out=out, out_dtype=out_dtype, **inputs)
+
+
+def _prepare_masked(
+    x: Tensor, w: Tensor, counts: Tensor, epilogue: Epilogue | None, expected_rows: int | None
+) -> tuple[Op, tuple[Any, ...]]:
+    return masked_op(epilogue, expected_rows), (x, w, counts)
+
+
+@prepared_by(_prepare_masked)
+def grouped_gemm_masked(
+    x: Tensor,
+    w: Tensor,
+    counts: Tensor,
+    *,
+    epilogue: Epilogue | None = None,
+    expected_rows: int | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Multiply the rows that each group has by a weight each, in one kernel: D[e, rows] = epilogue(x[e, rows] @ w[e]).
+
+    Each group has room for M rows, as an expert of a layer with a fixed capacity has, and the first ``counts[e]`` are
+    there. The others are neither computed nor written. Only the kernel reads counts: the call does not wait for the
+    device, and in a CUDA graph they may change from one replay to the next. Kernels are those of :func:`grouped_gemm`.
+
+    On the device, counts below 0 are taken as 0, and those above M as M: nothing is accessed outside of the tensors. On
+    the CPU they are an error.
+
+    Parameters
+    ----------
+    x : Tensor
+        (E, M, K), FP16, BF16 or FP8. Rows are contiguous and begin at multiples of 16 bytes, and one distance leads
+        through the rows of all groups. :func:`scaled_grouped_gemm_masked` applies scales of FP8.
+    w : Tensor
+        (E, K, N), the same dtype, as for :func:`grouped_gemm`.
+    counts : Tensor
+        (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
+    epilogue : Epilogue, optional
+        A function decorated with :func:`cutlass_ops.epilogue`; by default D = x @ w. It does not reduce D.
+        ``row_index()`` counts from the first row of the group.
+    expected_rows : int, optional
+        How many rows a group is expected to have on average. A kernel is chosen for that; results are the same. By
+        default the groups are taken to be full, which is slow where they hardly ever are.
+    out : Tensor or mapping of str to Tensor, optional
+        Where to write D, or the outputs by name: (E, M, N), row-major, with one distance through the rows of all
+        groups.
+    out_dtype : torch.dtype, optional
+        D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+    **inputs
+        The epilogue's inputs by name: Row (E, N), a row for each group, or (N,) for all; Col (E, M); Tile (E, M, N);
+        Product (E, K, N), a further weight for each group; Scalar a number or 0-d tensor; Integer an int or a 0-d
+        tensor.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (E, M, N), or all outputs with D first. Rows behind a group's count are what a new tensor has: anything.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message names it and says what to do.
+    UnsupportedError
+        If the device is not of compute capability 9.0 (Hopper).
+    NotImplementedError
+        If an argument requires grad.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weights = torch.ones(2, 3, 8).bfloat16(), torch.ones(2, 5, 8).bfloat16()  # (E, M, K), and (E, N, K)
+    >>> counts = torch.tensor([1, 3], dtype=torch.int32)  # the first group has one row of three
+    >>> d = co.grouped_gemm_masked(x, weights.mT, counts, expected_rows=2, out=torch.zeros(2, 3, 5).bfloat16())
+    >>> d[..., 0].tolist()
+    [[8.0, 0.0, 0.0], [8.0, 8.0, 8.0]]
+    """
+    return masked_op(epilogue, expected_rows)(x, w, counts, out=out, out_dtype=out_dtype, **inputs)
 
 
 def _prepare_wgrad(

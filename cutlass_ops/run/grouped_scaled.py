@@ -1,15 +1,17 @@
-"""Grouped GEMMs of quantised matrices: the epilogue applies the scales of rows, and of columns of each expert."""
+"""Grouped GEMMs of quantised matrices, with scales of rows and of each expert's columns, or of blocks along K."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import mma
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import traced
-from cutlass_ops.run.grouped import GroupedOp
+from cutlass_ops.run import groups, traced
+from cutlass_ops.run.grouped import GroupedOp, MaskedOp, masked_op_of
 from cutlass_ops.run.ops import Op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.scaled import is_vector
@@ -18,7 +20,9 @@ _OWN = frozenset(("scale_a", "scale_b"))
 
 
 @traced.remembered
-def scaled_grouped_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None) -> GroupedOp:
+def scaled_grouped_op(
+    rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, blocks: bool = False
+) -> GroupedOp:
     """Return the op behind :func:`scaled_grouped_gemm`. It takes (x, w, offsets, scale_a, scale_b, *inputs).
 
     Parameters
@@ -27,28 +31,99 @@ def scaled_grouped_op(rows: bool = False, columns: bool = False, epilogue: Epilo
         Whether each row of x, and each column of w, has a scale of its own.
     epilogue : Epilogue, optional
         What follows.
+    blocks : bool
+        Whether blocks of x and of each expert's weight have scales instead.
 
     Raises
     ------
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow.
     """
-    scaled = composed.SCALED[rows, columns]
+    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
+    return GroupedOp(_then("grouped_gemm", scaled, epilogue))
+
+
+@traced.remembered
+def scaled_masked_op(
+    rows: bool = False,
+    columns: bool = False,
+    epilogue: Epilogue | None = None,
+    blocks: bool = False,
+    expected_rows: int | None = None,
+) -> MaskedOp:
+    """Return the op behind :func:`scaled_grouped_gemm_masked`. It takes (x, w, counts, scale_a, scale_b, *inputs).
+
+    Parameters
+    ----------
+    rows, columns, epilogue, blocks
+        As for :func:`scaled_grouped_op`.
+    expected_rows : int, optional
+        The rows that a group is expected to have, for which kernels are chosen.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or cannot follow, or `expected_rows` is no positive int.
+    """
+    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
+    return masked_op_of(_then("grouped_gemm_masked", scaled, epilogue), groups.expected(expected_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _then(function: str, scaled: Epilogue, epilogue: Epilogue | None) -> Epilogue:
+    """Return the epilogue of scales, before the one that follows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or cannot follow.
+    """
     if epilogue is None:
-        return GroupedOp(scaled)
+        return scaled
     after = op_of(epilogue).graph
     taken = sorted(_OWN & {i.name for i in after.inputs})
     if taken:
         raise ValueError(
-            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_grouped_gemm: rename the input"
+            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_{function}: rename the input"
         )
     if after.products:
         raise ValueError(
             f"{epilogue.name} has the product {after.products[0]}, which has scales of its own: write all scales into "
-            "the epilogue, and call grouped_gemm"
+            f"the epilogue, and call {function}"
         )
-    doc = f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}"
-    return GroupedOp(Epilogue.of("scaled_grouped_gemm", doc, scaled.graph.then(after)))
+    return Epilogue.of(
+        f"scaled_{function}", f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}", scaled.graph.then(after)
+    )
+
+
+def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
+    """Whether the scales are those of blocks: of x with its dimensions, of w with its three.
+
+    (T, 1) may be scales of rows, as PyTorch has them: w's then say what they are.
+
+    Raises
+    ------
+    ValueError
+        If blocks of one operand have scales and blocks of the other have none.
+    """
+    if not (isinstance(x, Tensor) and isinstance(w, Tensor) and w.ndim == 3):
+        return False  # refused later
+    fits_a = isinstance(scale_a, Tensor) and scale_a.ndim == x.ndim
+    fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 3
+    experts, k, n = w.shape
+    steps = mma.blocks(k)
+    if fits_b and not fits_a:
+        wanted = (*x.shape[:-1], steps)
+        raise ValueError(
+            f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of x: "
+            f"pass {wanted} as well. The same scale along K takes no copy, as in scale_a[..., None].expand{wanted}"
+        )
+    if fits_a and not fits_b and scale_a.shape[-1] != 1:
+        raise ValueError(
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of w: "
+            f"pass {(experts, mma.blocks(n), steps)} or {(experts, n, steps)} as well"
+        )
+    return fits_a and fits_b
 
 
 def _prepare(
@@ -59,7 +134,11 @@ def _prepare(
     scale_b: Tensor | float,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    return scaled_grouped_op(is_vector(scale_a), is_vector(scale_b), epilogue), (x, w, offsets, scale_a, scale_b)
+    if _are_of_blocks(x, w, scale_a, scale_b):
+        op = scaled_grouped_op(False, False, epilogue, True)
+    else:
+        op = scaled_grouped_op(is_vector(scale_a), is_vector(scale_b), epilogue)
+    return op, (x, w, offsets, scale_a, scale_b)
 
 
 @prepared_by(_prepare)
@@ -78,7 +157,8 @@ def scaled_grouped_gemm(
     """Compute D[rows of e] = epilogue(scale_a * scale_b[e] * (x[rows of e] @ w[e]), inputs) in one kernel.
 
     Groups are those of :func:`grouped_gemm`, and scales those of :func:`scaled_gemm`: factors, applied to the FP32 sums
-    before the epilogue and the one rounding of D. There are none for blocks along K.
+    before the epilogue and the one rounding of D. Or blocks along K have scales of their own: the products of each 128
+    of K are added up by themselves, and these sums in FP32, each times both scales.
 
     Parameters
     ----------
@@ -91,8 +171,11 @@ def scaled_grouped_gemm(
         (E,), INT32, on the device of x: the row at which each expert's rows end.
     scale_a : Tensor or float
         Of x: a number or a tensor without dimensions, or (T,), one for each row. FP32, FP16 or BF16.
+        Or (T, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
         Of w: a number or a tensor without dimensions, or (E, N), one for each column of each expert, or (N,).
+        With blocks of x, of blocks of w: (E, ceil(N / 128), ceil(K / 128)), one for each 128x128, or
+        (E, N, ceil(K / 128)), one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
     out, out_dtype, **inputs
@@ -126,4 +209,89 @@ def scaled_grouped_gemm(
     True
     """
     op, arguments = _prepare(x, w, offsets, scale_a, scale_b, epilogue)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+
+
+def _prepare_masked(
+    x: Tensor,
+    w: Tensor,
+    counts: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    epilogue: Epilogue | None,
+    expected_rows: int | None,
+) -> tuple[Op, tuple[Any, ...]]:
+    if _are_of_blocks(x, w, scale_a, scale_b):
+        op = scaled_masked_op(False, False, epilogue, True, expected_rows)
+    else:
+        op = scaled_masked_op(is_vector(scale_a), is_vector(scale_b), epilogue, False, expected_rows)
+    return op, (x, w, counts, scale_a, scale_b)
+
+
+@prepared_by(_prepare_masked)
+def scaled_grouped_gemm_masked(
+    x: Tensor,
+    w: Tensor,
+    counts: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    *,
+    epilogue: Epilogue | None = None,
+    expected_rows: int | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Compute D[e, rows] = epilogue(scale_a * scale_b[e] * (x[e, rows] @ w[e]), inputs) in one kernel.
+
+    Groups are those of :func:`grouped_gemm_masked`, and scales those of :func:`scaled_grouped_gemm`.
+
+    Parameters
+    ----------
+    x : Tensor
+        (E, M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), with rows as for
+        :func:`grouped_gemm_masked`. FP16 and BF16 do as well.
+    w : Tensor
+        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). FP16 or BF16 if x is.
+    counts : Tensor
+        (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
+    scale_a : Tensor or float
+        Of x: a number or a tensor without dimensions, or (E, M), one for each row. FP32, FP16 or BF16.
+        Or (E, M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
+    scale_b : Tensor or float
+        Of w: a number or a tensor without dimensions, or (E, N), one for each column of each group, or (N,).
+        With blocks of x, of blocks of w as for :func:`scaled_grouped_gemm`.
+    epilogue : Epilogue, optional
+        Applied to the scaled product. It takes no ``Product``, which has scales of its own.
+    expected_rows, out, out_dtype, **inputs
+        As for :func:`grouped_gemm_masked`. D's dtype is BF16 by default for FP8.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (E, M, N), or all outputs with D first. Rows behind a group's count are what a new tensor has: anything.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message names it and says what to do.
+    UnsupportedError
+        If the device is not of compute capability 9.0 (Hopper).
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weights = torch.randn(2, 4, 32), torch.randn(2, 8, 32)  # (E, M, K), and (E, N, K)
+    >>> scale_a, scale_b = (t.abs().amax(-1) / 448 for t in (x, weights))  # (E, M), and (E, N)
+    >>> a = (x / scale_a[..., None]).to(torch.float8_e4m3fn)
+    >>> b = (weights / scale_b[..., None]).to(torch.float8_e4m3fn)
+    >>> counts = torch.tensor([4, 1], dtype=torch.int32)
+    >>> d = co.scaled_grouped_gemm_masked(a, b.mT, counts, scale_a, scale_b)
+    >>> d.dtype, d.shape
+    (torch.bfloat16, torch.Size([2, 4, 8]))
+    >>> bool((d[0] - x[0] @ weights[0].t()).norm() < 0.1 * d[0].norm())
+    True
+    """
+    op, arguments = _prepare_masked(x, w, counts, scale_a, scale_b, epilogue, expected_rows)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)

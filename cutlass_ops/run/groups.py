@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import FP8, bf16, f16
-from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form, why_one_gemm
+from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.rows import nearest
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches
-from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes, repeats
+from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes, repeats
 from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
-from cutlass_ops.run.operands import Arguments
-from cutlass_ops.run.tensors import as_stored, element_type, require_same_device, require_tensor
+from cutlass_ops.run.operands import Arguments, require_scalings
+from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
 _OF_ROWS = (*_DTYPES, *FP8)
+# What users call for each form.
+_FUNCTIONS = {
+    GROUPED.name: "grouped_gemm",
+    MASKED.name: "grouped_gemm_masked",
+    RAGGED_K.name: "grouped_gemm_wgrad",
+}
+
+# Where a group's rows are: in a tensor with all rows, or in one with a dimension of groups before that of rows.
+Place: TypeAlias = slice | tuple[int, slice]
 
 
 def require(graph: Graph, form: Form = GROUPED) -> None:
@@ -41,12 +51,32 @@ def require(graph: Graph, form: Form = GROUPED) -> None:
         raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
     taken = sorted(set(form.operands) & {i.name for i in graph.inputs})
     if taken:
-        name = "grouped_gemm" if form == GROUPED else "grouped_gemm_wgrad"
+        name = _FUNCTIONS[form.name]
         raise ValueError(f"the epilogue has an input {taken[0]}, and so has {name}: rename the input")
 
 
-def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
+def form_of_call(form: Form, a: Any) -> Form:
+    """Return the form of a call of one exact kernel, given the kernel's: by A's dimensions, groups may have room."""
+    return MASKED if form == GROUPED and isinstance(a, Tensor) and a.ndim == 3 else form
+
+
+def check_arguments(
+    graph: Graph, x: Any, w: Any, ends: Any, inputs: Mapping[str, Any], form: Form = GROUPED
+) -> Arguments:
     """Check the operands and inputs of a call against each other.
+
+    Parameters
+    ----------
+    graph : Graph
+        The epilogue.
+    x, w : Tensor
+        The operands.
+    ends : Tensor
+        Where groups end; masked, how many rows each has.
+    inputs : mapping of str to Tensor or float
+        The epilogue's inputs by name.
+    form : Form
+        Whether groups follow each other, or each has room for as many rows.
 
     Raises
     ------
@@ -55,56 +85,71 @@ def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[
     ValueError
         If shapes or devices differ, or the epilogue has no meaning for groups.
     """
-    _check_operands(x, w, offsets)
-    require(graph)
+    found = _check_operands(x, w, ends, form)
+    require(graph, form)
+    require_scalings(graph, found, x, w, "xw")
     x, w = as_stored(x), as_stored(w)
-    (rows, k), (experts, _, n) = x.shape, w.shape
+    (*leading, k), (experts, _, n) = x.shape, w.shape
+    fold("x", x, (prod(leading), k))  # one distance leads through the rows of all groups
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
     # A row or a matrix for each expert is no input of one GEMM, and the first one is.
     each = {i.name: as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
-    checked = check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
+    shared = {**inputs, **{name: value[0] for name, value in each.items()}}
+    blocks = {
+        i.name: check_blocks(i, inputs[i.name], x, w) for i in graph.inputs if i.kind in BLOCKS and i.name in inputs
+    }
+    checked = check_inputs(graph, shared, x, w[0], tuple(leading), blocks)
     for declared in graph.inputs:
         value = checked[declared.name]
-        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not has_lines_along(value, 1):
+        if declared.kind not in (Kind.COL, Kind.TILE) or not isinstance(value, Tensor):
+            continue
+        if declared.kind is Kind.TILE and not has_lines_along(value, 1):
             raise ValueError(
                 f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
                 f"{declared.name}.contiguous()"
             )
-    found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
+        checked[declared.name] = value.view(*leading, *value.shape[1:])  # as x has its rows
+    (of_form,) = form.operands
+    values = {of_form: ends, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
     given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
-    spread = tuple(name for name, value in given if found[name].shape != value.shape)
+    spread = tuple(name for name, value in given if values[name].shape != value.shape)
     copied = tuple(name for name, value in given if name not in each and repeats(value))
-    return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
+    problem = Problem(leading[-1], n, k, experts)
+    return Arguments(problem, tuple(leading), x, w, values, spread, copied, form)
 
 
-def _check_operands(x: Any, w: Any, offsets: Any) -> None:
-    for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
+def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> mma.MmaSpec:
+    shape_of_x, (of_form,) = "(T, K)" if form == GROUPED else "(E, M, K)", form.operands
+    for name, value, shape in (("x", x, shape_of_x), ("w", w, "(E, K, N)"), (of_form, ends, "(E,)")):
         require_tensor(name, value)
-        if value.ndim != shape.count(",") + (name != "offsets"):
+        if value.ndim != shape.count(",") + (name != of_form):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS)) is None:
+    found = mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS))
+    if found is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
-    if x.shape[1] != w.shape[1]:
-        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
+    if x.shape[-1] != w.shape[1] or (form == MASKED and x.shape[0] != w.shape[0]):
+        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[-1] == w.shape[2] else ""
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be {shape_of_x} and (E, K, N){hint}")
     if not w.shape[0] or not w.shape[1]:
         raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
-    _check_offsets(offsets)
-    if offsets.shape[0] != w.shape[0]:
+    _check_ends(of_form, ends)
+    if ends.shape[0] != w.shape[0]:
+        says = "where the rows of each end, as torch.cumsum(rows_of_each, 0) does"
         raise ValueError(
-            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
-            "each end, as torch.cumsum(rows_of_each, 0) does"
+            f"{of_form} has {ends.shape[0]} elements and w has {w.shape[0]} experts: it must say "
+            + (says if form == GROUPED else "how many rows each has")
         )
     require_same_device("w", w, x, "x")
-    require_same_device("offsets", offsets, x, "x")
+    require_same_device(of_form, ends, x, "x")
+    return found
 
 
-def _check_offsets(offsets: Tensor) -> None:
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
-    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
-        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
+def _check_ends(name: str, ends: Tensor) -> None:
+    if ends.dtype != torch.int32:
+        raise TypeError(f"{name} is {ends.dtype}: pass {name}.int()")
+    if ends.shape[0] > 1 and ends.stride(0) != 1:
+        raise ValueError(f"{name} has stride {ends.stride(0)}: call {name}.contiguous() first")
 
 
 def check_arguments_of_k(graph: Graph, a: Any, b: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
@@ -126,7 +171,7 @@ def check_arguments_of_k(graph: Graph, a: Any, b: Any, offsets: Any, inputs: Map
         raise TypeError(f"gradient is {b.dtype} and x is {a.dtype}: x and gradient must have the same dtype")
     if offsets.ndim != 1 or not offsets.shape[0]:
         raise ValueError(f"offsets has shape {tuple(offsets.shape)}: it must be (E,), with at least one expert")
-    _check_offsets(offsets)
+    _check_ends("offsets", offsets)
     require_same_device("gradient", b, a, "x")
     require_same_device("offsets", offsets, a, "x")
     require(graph, RAGGED_K)
@@ -247,6 +292,28 @@ def ends(offsets: Tensor, rows: int) -> Iterator[slice]:
         first = end
 
 
+def rows_of_each(arguments: Arguments) -> Iterator[tuple[Place, int]]:
+    """Yield where each group's rows are, and how many, from a call on the host.
+
+    Raises
+    ------
+    ValueError
+        If a group ends before it begins, or beyond the rows that there are.
+    """
+    (of_form,) = arguments.form.operands
+    given, m = arguments.inputs[of_form], arguments.problem.m
+    assert isinstance(given, Tensor)
+    if arguments.form == GROUPED:
+        yield from ((rows, rows.stop - rows.start) for rows in ends(given, m))
+        return
+    for group, count in enumerate(given.tolist()):
+        if not 0 <= count <= m:
+            raise ValueError(
+                f"{of_form}[{group}] is {count}, and x has room for {m} rows of each group: pass numbers from 0 to {m}"
+            )
+        yield (group, slice(0, count)), count
+
+
 def typical(rows: int, n: int, k: int, groups: int) -> Problem:
     """Return the problem for which a kernel is chosen: M is the mean of the groups' rows.
 
@@ -259,6 +326,25 @@ def typical(rows: int, n: int, k: int, groups: int) -> Problem:
 def typical_of_k(m: int, n: int, rows: int, groups: int) -> Problem:
     """Return the problem for which a kernel is chosen that multiplies groups of K: K is the mean of what they have."""
     return Problem(m, n, nearest(rows / groups), groups)
+
+
+def expected(rows: int | None) -> int:
+    """Return the rows that a masked group is expected to have, of which near numbers are one; 0 if nobody says.
+
+    Raises
+    ------
+    TypeError
+        If it is no int.
+    ValueError
+        If it is below 1.
+    """
+    if rows is None:
+        return 0
+    if type(rows) is not int:
+        raise TypeError(f"expected_rows is {rows!r}: pass an int, or omit it")
+    if rows < 1:
+        raise ValueError(f"expected_rows is {rows}: it must be at least 1")
+    return nearest(rows)
 
 
 def read_by_registers(signature: OpSignature) -> OpSignature:

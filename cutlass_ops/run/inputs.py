@@ -26,9 +26,16 @@ def own_shapes(m: int, n: int, k: int) -> dict[Kind, tuple[int, ...]]:
 
 
 def check_inputs(
-    graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor, leading: tuple[int, ...]
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    a: Tensor,
+    b: Tensor,
+    leading: tuple[int, ...],
+    checked: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor | float]:
     """Check all inputs of an epilogue against A and B, whose leading dimensions are `leading`; return them by name.
+
+    Those in `checked` are returned as they are there.
 
     Raises
     ------
@@ -41,7 +48,11 @@ def check_inputs(
     if missing or unknown:
         wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
         raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
-    return {name: _check_input(i, inputs[name], a, b, leading) for name, i in declared.items()}
+    known = checked or {}
+    return {
+        name: known[name] if name in known else _check_input(i, inputs[name], a, b, leading)
+        for name, i in declared.items()
+    }
 
 
 def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tuple[int, ...]) -> Tensor | float:
@@ -60,7 +71,7 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
         return traced.integer(declared.name, whole)
     require_tensor(declared.name, value)
     if declared.kind in BLOCKS:
-        return _check_blocks(declared, value, a, b)
+        return check_blocks(declared, value, a, b)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, b)
     return _check_input_tensor(declared, value, a, leading, b.shape[-1], b_batches=b.ndim > 2)
@@ -149,32 +160,40 @@ def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
     return as_stored(value)
 
 
-def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return scales of blocks in two dimensions, with any strides."""
+def check_blocks(declared: Input, value: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Return scales of blocks with any strides: in two dimensions, or with those of A and B if B has three.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they do not fit. The message names them.
+    """
     name = declared.name
+    require_tensor(name, value)
     if value.dtype != torch.float32:
         raise TypeError(f"{name} is {value.dtype}: scales of blocks are torch.float32, so pass {name}.float()")
-    k, n = b.shape
+    *each, k, n = b.shape
     batch, steps = tuple(a.shape[:-1]), mma.blocks(k)
+    of_a, of_b = ("x", "w") if each else ("a", "b")
     if declared.kind is Kind.BLOCKS_A:
-        shapes = [(*batch, steps), (math.prod(batch), steps)]
-        what = f"{shapes[0]}, a scale for each 1x{mma.BLOCK_K} of a"
+        shapes = [(*batch, steps), *([] if each else [(math.prod(batch), steps)])]
+        what = f"{shapes[0]}, a scale for each 1x{mma.BLOCK_K} of {of_a}"
     else:
-        shapes = [(mma.blocks(n), steps), (n, steps)]
+        shapes = [(*each, mma.blocks(n), steps), (*each, n, steps)]
         what = (
-            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of b, or {shapes[1]}, one for each "
+            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of {of_b}, or {shapes[1]}, one for each "
             f"{mma.BLOCK_K} of a column"
         )
     if tuple(value.shape) not in shapes:
-        transposed = value.ndim == 2 and tuple(value.shape[::-1]) in shapes
+        transposed = value.ndim > 1 and tuple(value.mT.shape) in shapes
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: with M={math.prod(batch)}, N={n} and K={k} it must have shape "
             + what
-            + (f". It looks transposed: pass {name}.t()" if transposed else "")
+            + (f". It looks transposed: pass {name}.{'mT' if each else 't()'}" if transposed else "")
         )
     require_same_device(name, value, a)
     value = as_stored(value)
-    return value if declared.kind is Kind.BLOCKS_B else fold(name, value, shapes[1])
+    return value if each or declared.kind is Kind.BLOCKS_B else fold(name, value, shapes[1])
 
 
 def _check_input_tensor(

@@ -13,7 +13,7 @@ from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.base.mma import math_of
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import traced
+from cutlass_ops.run import groups, traced
 from cutlass_ops.run.call import Call, check_call
 from cutlass_ops.run.plan import make_plan
 from cutlass_ops.run.registry import Registry
@@ -58,9 +58,10 @@ class Kernel(Warm):
         ----------
         a, b : Tensor
             A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N); of the form grouped,
-            A (T, K) and B (E, K, N); of the form ragged_k, A (M, T) and B (T, N).
+            A (T, K) or (E, M, K) and B (E, K, N); of the form ragged_k, A (M, T) and B (T, N).
         *inputs, **named
-            The epilogue's inputs, by position or by name. Of the forms grouped and ragged_k, offsets come before them.
+            The epilogue's inputs, by position or by name. Of the forms grouped and ragged_k, offsets come before them;
+            with A (E, M, K), these are how many rows each group has, as for :func:`grouped_gemm_masked`.
         out : Tensor or mapping of str to Tensor, optional
             Where to write the outputs.
 
@@ -95,6 +96,7 @@ class Kernel(Warm):
             return results
         plan = make_plan(self.name, self.spec, self.spec.order, call, exact=True)
         plan.launch_call(call)
+        self.copied_operands += plan.copies
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)
 
@@ -132,7 +134,7 @@ class Kernel(Warm):
     ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
         (offsets,) = [values.pop(name) for name in self.spec.form.operands] or [None]
-        math, form = math_of(self.spec.a.dtype), self.spec.form
+        math, form = math_of(self.spec.a.dtype), groups.form_of_call(self.spec.form, a)
         return check_call(self.graph, a, b, values, out, out_dtype, self.spec, offsets, math, form)
 
 

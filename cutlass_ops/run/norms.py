@@ -6,13 +6,14 @@ the FP32 accumulator before rounding. docs/rmsnorm.md has the algebra and the li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import dtypes
+from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.epilogue import Epilogue, Graph, composed
 from cutlass_ops.run import fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
@@ -31,7 +32,7 @@ from cutlass_ops.run.tensors import require_tensor
 Quantise = Literal["tensor", "rows"]
 
 # Keyword arguments of this module's functions: no input of an epilogue may have these names.
-_OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
+_OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue", "math"))
 _OWN_OF_RMSNORM = frozenset(("scale_a", "scale_b", "scale_out", "amax"))
 
 
@@ -52,8 +53,9 @@ def _prepare_rms(
     amax: bool,
     out: Any,
     out_dtype: torch.dtype | None,
+    math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    _refuse_math("rmsnorm_gemm", inputs)
+    _check_math("rmsnorm_gemm", math)
     matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
     quantise = quantise_by(scale_out, amax, out, out_dtype)
     norm, values = rms_values(x, eps, rstd, scale_a)
@@ -84,6 +86,7 @@ def rmsnorm_gemm(
     amax: bool = False,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute epilogue(rmsnorm(x; gamma, eps) @ w, inputs) in one kernel.
@@ -122,6 +125,8 @@ def rmsnorm_gemm(
         Whether the greatest absolute value of each row, before `scale_out`, is an output too: ``amax``, (...), FP32.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
+    math : {"fast", "promoted"}, optional
+        How sums of FP8 products are added up, as for :func:`cutlass_ops.scaled_gemm`.
 
     Returns
     -------
@@ -150,9 +155,9 @@ def rmsnorm_gemm(
     [[1.5, 0.5, 1.5, 0.5]]
     """
     op, arguments = _prepare_rms(
-        x, w, gamma, eps, rstd, epilogue, inputs, scale_a, scale_b, scale_out, amax, out, out_dtype
+        x, w, gamma, eps, rstd, epilogue, inputs, scale_a, scale_b, scale_out, amax, out, out_dtype, math
     )
-    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 _GIVEN = {None: composed.rms_norm, "sums": composed.rms_norm_of_sums, "rstd": composed.rms_norm_of_rstd}
@@ -190,9 +195,10 @@ def _prepare_residual(
     quantized_dtype: torch.dtype,
     out: Any,
     inputs: dict[str, Any],
+    math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
     require_tensor("a", a)
-    _refuse_math("gemm_residual_rms", inputs)
+    _check_math("gemm_residual_rms", math)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     dtype = traced.autocast_dtype(a)
     a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
@@ -251,6 +257,7 @@ def gemm_residual_rms(
     amax: bool = False,
     quantized_dtype: torch.dtype = torch.float8_e4m3fn,
     out: Any = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute y = epilogue(a @ b, inputs) + residual and the statistic of its rows in one kernel.
@@ -289,6 +296,8 @@ def gemm_residual_rms(
     out : Tensor or mapping of str to Tensor, optional
         Where to write y, of a's dtype, or BF16 if that is FP8. It may be the residual. Or the outputs by name: ``d``,
         ``row_sum_square``, ``quantized`` and ``amax``.
+    math : {"fast", "promoted"}, optional
+        How sums of FP8 products are added up, as for :func:`cutlass_ops.scaled_gemm`.
     **inputs
         The epilogue's inputs by name.
 
@@ -324,9 +333,9 @@ def gemm_residual_rms(
     ([[4.0, 4.0, 4.0, 4.0]], [2.0])
     """
     op, arguments = _prepare_residual(
-        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs
+        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs, math
     )
-    y, sums, *more = op(*arguments, out=out, **inputs)
+    y, sums, *more = op(*arguments, out=out, math=math, **inputs)
     statistic = RowStatistic(sums, y.shape[-1], eps)
     if not more:
         return ResidualRms(y, statistic)
@@ -371,7 +380,7 @@ def _prepare_layer(
     epilogue: Epilogue | None,
     inputs: Mapping[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
-    _refuse_math("layernorm_gemm", inputs)
+    _check_math("layernorm_gemm", inputs.get("math"), ())
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
@@ -497,12 +506,14 @@ def _composed(
     return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
 
 
-def _refuse_math(name: str, inputs: Mapping[str, Any]) -> None:
-    if inputs.get("math") is not None:
-        raise TypeError(
-            f"{name} takes no math: norms are fused with products of 16 bits and of FP8. Convert the operands, or pass "
-            "what is normalised to cutlass_ops.gemm"
-        )
+def _check_math(name: str, math: Any, known: Sequence[str] = ACCUMULATIONS) -> None:
+    if math is None or math in known:
+        return
+    takes = f"takes math {' or '.join(map(repr, known))}, for FP8" if known else "takes no math"
+    raise TypeError(
+        f"{name} {takes}: norms are fused with products of 16 bits and of FP8. Convert the operands, or pass what is "
+        "normalised to cutlass_ops.gemm"
+    )
 
 
 def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) -> None:

@@ -30,7 +30,8 @@ class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
     Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs. Those of groups
-    of K have A and B in two dimensions, and others as batched ones have them.
+    of K have A and B in two dimensions, and others as batched ones have them. Masked ones are as batched ones, with how
+    many rows each group has as the first of the inputs; columns and tiles have all groups.
 
     Attributes
     ----------
@@ -47,6 +48,8 @@ class Arguments(NamedTuple):
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     math : str or None
         What the Tensor Cores make of FP32, or how sums of FP8 products are added up.
+    expected : int
+        Of masked ones: the rows that a group is expected to have, for which a kernel is chosen. 0 if nobody says.
     """
 
     problem: Problem
@@ -58,6 +61,7 @@ class Arguments(NamedTuple):
     copied: tuple[str, ...] = ()
     form: Form = DENSE
     math: mma.Math | None = None
+    expected: int = 0
 
     @property
     def types(self) -> tuple[DType, DType]:
@@ -101,11 +105,14 @@ def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
     _, scale_b = (arguments.inputs[name] for name in graph.block_scales)
     n = arguments.problem.n
     assert isinstance(scale_b, Tensor)
-    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[0] == mma.blocks(n) else 1)
+    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[-2] == mma.blocks(n) else 1)
 
 
 def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
     """Return the majors that B may have; refuse A and B if their types are read along K only and they are not so.
+
+    That is not refused where kernels copy such operands: for one GEMM, of types other than FP8. Of types that ``wgmma``
+    reads along K only, lines along K come first, in case that B has both majors.
 
     Raises
     ------
@@ -114,13 +121,17 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     """
     a, b = arguments.a, arguments.b
     found = mma.mma_of(*arguments.types)
-    if found is None or not found.along_k_only:
+    if found is None or not found.wgmma_k_major_only:
         return MAJORS
+    if not found.along_k_only or (found.copyable and arguments.form == DENSE):
+        return MAJORS[::-1]
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         element = element_type(name, tensor)
         lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
         if lines is None:
             once = "pass weight.t() of a contiguous weight (N, K)"
+            if arguments.form == BATCHED:
+                once = "pass weights.mT of contiguous weights (..., N, K)"
             once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
             instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
@@ -197,11 +208,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
             f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
             "are added up in FP32: omit math"
         )
-    if graph.block_scales and not found.scalings:
-        raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
-            "there are for FP8 only: use a scale for each row and each column, or one number"
-        )
+    require_scalings(graph, found, a, b)
     if b.ndim > 2:
         return _check_batched(graph, a, b, inputs)._replace(math=math)
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
@@ -224,6 +231,21 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
         name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied, math=math)
+
+
+def require_scalings(graph: Graph, found: mma.MmaSpec, a: Tensor, b: Tensor, names: str = "ab") -> None:
+    """Refuse scales of blocks of operands that no main loop scales.
+
+    Raises
+    ------
+    TypeError
+        If they are such. The message calls the operands by `names`, a letter each.
+    """
+    if graph.block_scales and not found.scalings:
+        raise TypeError(
+            f"{names[0]} is {a.dtype} and {names[1]} is {b.dtype}, and {' and '.join(graph.block_scales)} are scales "
+            "of blocks, which there are for FP8 only: use a scale for each row and each column, or one number"
+        )
 
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:

@@ -303,6 +303,7 @@ class Op(Warm):
             # The same path as later calls take, so that each op remembers its part.
             return compute(a, b, *inputs, out=fallbacks.as_out(self.outputs, call.given), out_dtype=ops.out_dtype)
         plan.launch_call(call)
+        self.copied_operands += plan.copies
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
             supplied.until_it_is_there(call.arguments.a.device, functools.partial(self._forget, plan))
@@ -445,9 +446,10 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16, BF16 or FP64, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise,
-        any stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue computes
-        in FP32, and in FP64 for FP64.
+        (..., M, K), FP16, BF16, INT8 or FP64, FP32 with `math`, or FP8, which is row-major; either major otherwise, any
+        stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue computes in
+        FP32, and in FP64 for FP64. On Hopper, INT8 that does not lie along K is copied at each call, and FP32 in TF32
+        where that is faster; batches, Ampere and Ada take INT8 along K only.
     b : Tensor
         (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
         there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
@@ -458,7 +460,8 @@ def gemm(
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
-        and INT8. Of FP64 operands it is FP64.
+        and INT8. Of FP64 operands it is FP64. Of INT8 operands it may also be INT8, which saturates, rounds to nearest
+        even and has 0 for NaN; or INT32, the sums themselves, for an `epilogue` that returns ``acc`` and nothing else.
     math : {"tf32", "3xtf32", "fast", "promoted"}, optional
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
         10 bits of fraction, ``"3xtf32"`` splits each into two such numbers and adds three products up, at a third of
@@ -503,6 +506,14 @@ def gemm(
     >>> q, k = torch.ones(2, 4, 8).bfloat16(), torch.ones(2, 3, 8).bfloat16()
     >>> co.gemm(q, k.mT, epilogue=scaled, bias=torch.zeros(2, 3).bfloat16(), scale=0.5).shape
     torch.Size([2, 4, 3])
+
+    Sums of INT8, which are exact, and what quantises them:
+
+    >>> x, w = torch.full((1, 16), 127, dtype=torch.int8), torch.full((2, 16), 2, dtype=torch.int8)
+    >>> co.gemm(x, w.t(), out_dtype=torch.int32).tolist()
+    [[4064, 4064]]
+    >>> co.gemm(x, w.t(), epilogue=scaled, bias=torch.tensor([-4000.0, 0.0]), scale=0.1, out_dtype=torch.int8).tolist()
+    [[6, 127]]
 
     An epilogue with further outputs gives a named tuple:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, i32
-from cutlass_ops.declare.form import DENSE, GROUPED
+from cutlass_ops.declare.form import DENSE, GROUPED, MASKED
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
@@ -62,8 +63,10 @@ def check_out(
     require_same_device(name, out, arguments.a)
     if arguments.form != DENSE and not batches.is_nested(out):
         raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
-    if arguments.form == GROUPED and not has_lines_along(out, 1):
+    if arguments.form.of_kernels == GROUPED and not has_lines_along(out, 1):
         raise ValueError(f"{name} has strides {out.stride()}, and groups are rows in memory: pass a row-major tensor")
+    if arguments.form == MASKED:
+        fold(name, out, (prod(flat[:-1]), flat[-1]))  # one distance leads through the rows of all groups
     return fold(name, out, flat)
 
 

@@ -14,10 +14,10 @@ from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.dtypes import i32
 from cutlass_ops.base.errors import LoadError
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.outputs import output_name
 from cutlass_ops.run.registry import Registry
@@ -35,6 +35,10 @@ class AnyPlan(Protocol):
     @property
     def alignment(self) -> int:
         """What it asks of the matrices' addresses and lines, in elements."""
+
+    @property
+    def copies(self) -> int:
+        """How many matrices it copies at each call."""
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Serve a warm call; None if it does not take its arguments."""
@@ -88,11 +92,14 @@ class Plan:
         How the kernel is launched.
     shape, others : tuple
         The caller's shape of D and of the other outputs. The kernel folds leading dimensions.
+    copies : int
+        How many matrices the kernel copies at each call, ahead of multiplying them.
     """
 
     way: Way
     shape: tuple[int, ...]
     others: tuple[tuple[int, ...], ...] = ()
+    copies: int = 0
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's unchecked arguments.
@@ -154,7 +161,7 @@ class Plan:
         workspace = self._workspace(call.arguments.a) if way.workspace else None
         status = way.launch(*arguments, way.raster, way.swizzle, workspace)
         if status != 0:
-            raise _explain(status, self.spec, arguments)
+            raise _explain(status, self.spec, arguments, call.arguments.form)
 
     def prepared(self, call: Call) -> tuple[Callable[[], object], Tensor | None]:
         """Return a function that launches on exactly a checked call's tensors, and the memory that it uses besides.
@@ -169,7 +176,7 @@ class Plan:
         every = (*arguments, way.raster, way.swizzle, workspace)
         found = way.kernel.prepare(*every, loader.stream_api())
         if isinstance(found, int):
-            raise _explain(found, self.spec, arguments)
+            raise _explain(found, self.spec, arguments, call.arguments.form)
         if found is not None:
             return found, workspace
 
@@ -177,7 +184,7 @@ class Plan:
         def launch() -> None:
             status = way.kernel.launch(*every)
             if status != 0:
-                raise _explain(status, self.spec, arguments)
+                raise _explain(status, self.spec, arguments, call.arguments.form)
 
         return launch, workspace
 
@@ -220,7 +227,15 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
     way = make_way(name, spec, order, call.problem, arguments.a.device, made, misaligned)
-    return Plan(way, shapes[0], shapes[1:])
+    return Plan(way, shapes[0], shapes[1:], copies_of(spec))
+
+
+def copies_of(spec: KernelSpec) -> int:
+    """Return how many matrices a kernel copies at each call, ahead of multiplying them."""
+    if not spec.config.copies:
+        return 0
+    of_a, of_b = copied(spec.a, spec.b)
+    return of_a + of_b * (1 + len(spec.epilogue.products))
 
 
 def make_way(
@@ -273,11 +288,11 @@ def in_range(name: str, launch: Callable[..., _Result]) -> Callable[..., _Result
     return launch_in_range
 
 
-def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:
+def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any], form: Form) -> Exception:
     """Return a readable error for a kernel's refusal."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
-    of_form = spec.form.operands
+    of_form = form.operands
     names = ["a", "b", "out", *of_form, *(i.name for i in inputs), *map(output_name, outputs)]
     types = [spec.a, spec.b, spec.d, *(Operand(i32, "row", 1) for _ in of_form), *spec.inputs, *spec.outputs]
     if position >= len(names):

@@ -352,6 +352,8 @@ def gemm_reference(
     unknown = set(given) - {o.name for o in graph.outputs[1:]}
     if unknown:
         raise ValueError(f"output_dtypes names {', '.join(sorted(unknown))}, which the epilogue does not have")
+    if d_dtype == torch.int32:
+        compute_dtype = torch.float64  # which has every sum
     # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
         values = evaluate(graph, accumulator(graph, a, b, inputs, compute_dtype), inputs, compute_dtype, a=a)
@@ -368,7 +370,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a dtype as kernels do.
 
     FP8 saturates: what is beyond its largest finite value becomes that value, infinities included. NaN stays NaN.
-    PyTorch's own conversion differs by type and by version (docs/fp8.md).
+    PyTorch's own conversion differs by type and by version (docs/fp8.md). So does INT8, of which NaN becomes 0.
 
     Parameters
     ----------
@@ -385,6 +387,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype in _FP8:
         most = torch.finfo(dtype).max
         x = x.clamp(-most, most)
+    if dtype is torch.int8:
+        x = x.round().clamp(-128, 127).nan_to_num(nan=0.0)
     return x.to(dtype)
 
 

@@ -190,7 +190,8 @@ class PreparedWeight:
     Attributes
     ----------
     matrix : Tensor
-        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8 is contiguous along K.
+        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8, INT8 and FP32 are
+        contiguous along K.
     scale : Tensor or None
         (N,), FP32: what each column is to be multiplied by, if :func:`cutlass_ops.prepare` quantised it.
     folded : bool

@@ -21,7 +21,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import groups
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.operands import shape_of
-from cutlass_ops.run.plan import Plan, Way, make_way
+from cutlass_ops.run.plan import Plan, Way, copies_of, make_way
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.results import new_strides
 
@@ -99,7 +99,7 @@ class Rows:
         way = make_way(self.name, spec, found.order, problem, self.device, outputs)
         # One for all numbers of rows, if it is the same.
         key = id(way.kernel), way.raster, way.swizzle, way.workspace, way.d, way.others
-        return Plan(self._ways.setdefault(key, way), shapes[0], tuple(shapes[1:]))
+        return Plan(self._ways.setdefault(key, way), shapes[0], tuple(shapes[1:]), copies_of(spec))
 
 
 def _is_usual(operand: Operand) -> bool:

@@ -60,10 +60,11 @@ def scaled_gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major. FP16 and BF16 do as well.
+        (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major, or INT8. FP16 and BF16 do as
+        well.
     b : Tensor or PreparedWeight
         (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K), or the result of
-        :func:`cutlass_ops.prepare`. FP16 or BF16 if a is. Or (..., K, N), a GEMM for each batch, as in
+        :func:`cutlass_ops.prepare`. INT8, FP16 or BF16 if a is. Or (..., K, N), a GEMM for each batch, as in
         :func:`cutlass_ops.gemm`.
     scale_a : Tensor or float
         Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
@@ -78,7 +79,8 @@ def scaled_gemm(
     out : Tensor or mapping of str to Tensor, optional
         Where to write the outputs.
     out_dtype : torch.dtype, optional
-        D's dtype; by default BF16 for FP8, and that of a otherwise. FP8 saturates; its scale is an input of `epilogue`.
+        D's dtype; by default BF16 for FP8 and INT8, and that of a otherwise. FP8 saturates, and so does INT8, of INT8
+        operands; its scale is an input of `epilogue`.
     math : {"tf32", "3xtf32", "fast", "promoted"}, optional
         What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up, as for
         :func:`cutlass_ops.gemm`.

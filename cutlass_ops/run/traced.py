@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, RAGGED_K, Form
+from cutlass_ops.declare.form import DENSE, GROUPED, MASKED, RAGGED_K, Form
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
@@ -135,6 +135,7 @@ MAKERS = {
     "gated": ("cutlass_ops.run.gated", "gated_again"),
     "math": ("cutlass_ops.run.ops", "in_math_again"),
     "grouped": ("cutlass_ops.run.grouped", "op_again"),
+    "masked": ("cutlass_ops.run.grouped", "masked_again"),
     "wgrad": ("cutlass_ops.run.grouped", "wgrad_again"),
 }
 
@@ -346,7 +347,8 @@ class Traced:
             lead = tuple(values[0].shape)  # that of offsets
         elif b.ndim > 2 and not self.form:
             lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-        m, n = (*lead, a.shape[-2]) if b.ndim > 2 or lead else a.shape[:-1], b.shape[-1:]
+        by_rows = self.form in (GROUPED.name, MASKED.name)  # D has x's rows, in x's dimensions
+        m, n = (*lead, a.shape[-2]) if (b.ndim > 2 or lead) and not by_rows else a.shape[:-1], b.shape[-1:]
         shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n), "blocks_d": (*m, -(-n[0] // BLOCK_K))}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:

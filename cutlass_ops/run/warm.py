@@ -66,6 +66,9 @@ class Warm(traced.Portable):
         the slow path.
     copied_inputs : int
         Inputs that were copied because they repeat values, as broadcast ones do. No kernel reads them so.
+    copied_operands : int
+        Matrices that kernels copied ahead of multiplying them, since TMA or ``wgmma`` cannot read them as they lie.
+        Launches that were prepared, or captured in a CUDA graph, are not counted again.
     """
 
     # Whether torch.autocast decides the operands' dtype.
@@ -76,7 +79,7 @@ class Warm(traced.Portable):
         self.graph = graph
         self.names = (*form.operands, *(i.name for i in graph.inputs))
         self.outputs = tuple(o.name for o in graph.outputs)
-        self.served_warm = self.refused_warm = self.copied_inputs = 0
+        self.served_warm = self.refused_warm = self.copied_inputs = self.copied_operands = 0
         readers = {Kind.SCALAR: scalar, Kind.INTEGER: integer}
         # Of inputs that are numbers: the type that needs no look, the name, and what looks at others.
         self._scalars = (None,) * len(form.operands) + tuple(
@@ -217,13 +220,14 @@ class Warm(traced.Portable):
         if plan is None:
             return self._run_at_other_rows(key, weight.rows, a, b, inputs, given)
         if isinstance(plan, tuple):
-            results = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given)
+            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given)
         else:
-            results = plan.run(a, b, inputs, given)
+            results, copies = plan.run(a, b, inputs, given), plan.copies
         if results is None:
             self.refused_warm += 1
             return None
         self.served_warm += 1
+        self.copied_operands += copies
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
 
     def _run_at_other_rows(
@@ -234,6 +238,7 @@ class Warm(traced.Portable):
         results = None if plan is None else plan.run(a, b, inputs, given)
         if rows is None or plan is None or results is None:
             return None
+        self.copied_operands += plan.copies
         shape = (*plan.shape[:-1], rows.decision.problem.k)  # a.shape, of numbers that are kept already
         self._weight(key, rows).plans[shape] = plan
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
@@ -312,15 +317,15 @@ def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
 
 def _run_one_of(
     plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given
-) -> tuple[Tensor, ...] | None:
-    """Run a call by the first plan that takes it."""
+) -> tuple[tuple[Tensor, ...] | None, int]:
+    """Run a call by the first plan that takes it. Return the results, and how many matrices it copies."""
     if given is None and plans and type(plans[0]) is Plan:
         given = plans[0].new_outputs(a)  # of every plan here, so that a refusal costs no allocation
     for plan in plans:
         results = plan.run(a, b, inputs, given)
         if results is not None:
-            return results
-    return None
+            return results, plan.copies
+    return None, 0
 
 
 def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:

@@ -1,4 +1,4 @@
-"""Weights brought once to what kernels read: a norm's vectors folded in, quantised to FP8, transposed."""
+"""Weights brought once to what kernels read: a norm's vectors folded in, quantised to FP8, lines along K."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from cutlass_ops.run import folding, fp8, traced
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
 from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
 
+# Types that kernels of wgmma read along K only. Of FP32 that is TF32.
+_READ_ALONG_K = (*fp8.DTYPES, torch.int8, torch.float32)
+
 
 def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
-    """Bring a weight to what kernels read, once: fold an RMSNorm's gamma in, quantise to FP8, or transpose FP8.
+    """Bring a weight to what kernels read, once: fold an RMSNorm's gamma in, quantise to FP8, or lay it along K.
 
     Without `dtype`, gamma is folded in. The result takes 2·K·N bytes; w itself is no longer needed. The call reads w
     three times, writes it once, uses some tens of MiB of temporary memory and waits for the device. Each value of
@@ -22,14 +25,15 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     With `dtype`, w, or gamma · w, is quantised, each column with a scale of its own: its greatest absolute value
     becomes the type's largest. Each value is rounded once, so gamma can be folded into a weight of 16 bits only.
 
-    A w in FP8 is copied to lines along K that begin at multiples of 16 bytes, as kernels read FP8.
+    A w in FP8, INT8 or FP32 is copied to lines along K that begin at multiples of 16 bytes, as ``wgmma`` reads FP8,
+    INT8 and TF32. Other lines of INT8 and TF32 are copied at each call.
 
     Parameters
     ----------
     w : Tensor
-        (K, N), FP16, BF16 or FP8, either major: ``weight.t()`` of a linear layer.
+        (K, N), FP16, BF16, FP8, INT8 or FP32, either major: ``weight.t()`` of a linear layer.
     gamma : Tensor, optional
-        (K,), FP16, BF16 or FP32. Not with a w in FP8.
+        (K,), FP16, BF16 or FP32. Only with a w of 16 bits.
     dtype : torch.dtype, optional
         ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for a w of 16 bits.
 
@@ -58,16 +62,20 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     >>> prepared = co.prepare(torch.randn(64, 16).bfloat16(), dtype=torch.float8_e4m3fn)
     >>> prepared.matrix.dtype, prepared.matrix.stride(), prepared.scale.shape
     (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
+
+    In INT8, along K, with lines of a multiple of 16 bytes:
+
+    >>> co.prepare(torch.ones(40, 16, dtype=torch.int8)).matrix.stride()
+    (1, 48)
     """
     for name, value in (("w", w), ("gamma", gamma)):
         refuse_differentiated(name, value)
     require_tensor("w", w)
-    if w.dtype in fp8.DTYPES:
+    if w.dtype in _READ_ALONG_K:
         if gamma is not None or dtype not in (None, w.dtype):
-            raise TypeError(
-                f"w is {w.dtype}, and {'gamma' if gamma is not None else 'another dtype'} would round it again: pass "
-                "the weight in FP16 or BF16, with dtype="
-            )
+            what = "gamma" if gamma is not None else "another dtype"
+            again = "would round it again" if w.dtype in fp8.DTYPES else "is of weights of 16 bits"
+            raise TypeError(f"w is {w.dtype}, and {what} {again}: pass the weight in FP16 or BF16, with dtype=")
         return PreparedWeight(folding.along_k(w), None, False)
     if dtype is not None:
         fp8.require_dtype("dtype", dtype)

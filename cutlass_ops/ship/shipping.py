@@ -53,6 +53,8 @@ _MAX_SPEC = 1 << 20  # bytes
 _MAX_PATH = 4096  # characters, Linux's limit
 # M for entries that give only a weight: any value with TMA's alignment.
 _ALIGNED = 1024
+# What D may be: whole numbers if A and B are.
+_RESULTS = (*dtypes.STORED, dtypes.i8, dtypes.i32)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Kernels:
             raise ConfigError("neither shapes nor weights are given: give the problems that need kernels")
         _require_known(self.archs, "archs", BY_TARGET)
         _require_dtypes(self.dtypes, "dtypes", OPERANDS)
-        _require_dtypes(self.out_dtypes, "out_dtypes", dtypes.STORED)
+        _require_dtypes(self.out_dtypes, "out_dtypes", _RESULTS)
         _require_dtypes((dtype for _, dtype in self.input_dtypes), "input_dtypes", dtypes.READ)
         majors = get_args(Major)
         _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
@@ -300,7 +302,7 @@ def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, 
 
 
 def _torch(name: str | None) -> torch.dtype | None:
-    return None if name is None else cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
+    return None if name is None else cast(torch.dtype, getattr(torch, dtypes.dtype(name, _RESULTS).torch_name))
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------------

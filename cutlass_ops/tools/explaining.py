@@ -20,10 +20,11 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED, Form
+from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.spec import KernelSpec, copied
+from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, accumulation, device_of, signature_of, without_modes
@@ -290,6 +291,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         why,
         (
             *_contract(signature, device, ranked[0].config),
+            *_copied(signature, problem, ranked[0].config),
             *_accumulation(call),
             *_means(signature, ranked[0].config),
             *_groups(problem, call.arguments.form),
@@ -365,7 +367,8 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
-    measure = "" if policy.signature.form.operands else " (run cutlass_ops.tune() to measure)"
+    of_groups = {GROUPED: " (run cutlass_ops.tune(groups=...) to measure)", RAGGED_K: ""}
+    measure = of_groups.get(policy.signature.form, " (run cutlass_ops.tune() to measure)")
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
@@ -387,9 +390,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
         return types
     instruction, stored = kind_of(config).unit(config)
     usual = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
-    reason = f": {_misaligned(signature, config)}" if device.has_wgmma and signature.realigns else ""
-    if device.has_wgmma and _read_by_mma_sync(signature):
-        reason = f": wgmma reads {signature.a.dtype} along K only, and a is {signature.a} and b is {signature.b}"
+    reason = f": {_unread(signature, config)}" if device.has_wgmma and signature.realigns else ""
     return (
         *types,
         Finding("d", f"{signature.d}, stored {stored or usual}"),
@@ -408,21 +409,14 @@ def _sums(signature: OpSignature) -> str:
     """Name the type of the accumulator."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
     sums = f32 if mma is None else mma.accumulator
-    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: "INT32, and brought to FP32 for the epilogue"}[
-        sums
-    ]
-
-
-def _read_by_mma_sync(signature: OpSignature) -> bool:
-    """Whether wgmma multiplies the types, but not in these majors."""
-    mma = mma_of(signature.a.dtype, signature.b.dtype)
-    return mma is not None and bool(mma.wgmma_opcode) and not mma.takes_majors(*signature.majors, wgmma=True)
+    whole = "INT32, which D is" if signature.d.dtype is i32 else "INT32, and brought to FP32 for the epilogue"
+    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: whole}[sums]
 
 
 def _lines(signature: OpSignature) -> tuple[Finding, ...]:
     """Say how operands lie of which kernels read no other layout, and that none is brought to it at a call."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    if mma is None or not mma.along_k_only:
+    if mma is None or not mma.along_k_only or signature.realigns:
         return ()
     says = "along K, from multiples of 16 bytes, as a call needs of this type: nothing is copied, transposed or padded"
     return (Finding("lines", says),)
@@ -439,21 +433,48 @@ def _groups(problem: Problem, form: Form) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
     if not form.operands:
         return ()
-    mean, spread = (problem.m, ", spread in several ways") if form == GROUPED else (problem.k, "")
+    mean, spread = (problem.k, "") if form == RAGGED_K else (problem.m, ", spread in several ways")
     says = (
         f"chosen for {problem.count} with a mean of {mean} rows{spread}, since only the device knows how many each has"
     )
     return (Finding("groups", says),)
 
 
-def _misaligned(signature: OpSignature, config: Config | None) -> str:
-    names = [n for n, o in (("a", signature.a), ("b", signature.b)) if not o.aligned]
-    copied = config is not None and config.copies
-    return (
-        f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs"
-        + (", so they are copied to aligned workspace first; " if copied else "; ")
-        + f"pad the leading dimension to a multiple of {signature.a.dtype.tma_alignment} elements"
+def _unread(signature: OpSignature, config: Config | None) -> str:
+    """Say why kernels of wgmma cannot read an operand as it lies, what follows, and what to do."""
+    a, b = signature.a, signature.b
+    misaligned = [name for name, operand in (("a", a), ("b", b)) if not operand.aligned]
+    across = [n for n, now, read in zip("ab", signature.majors, signature.loaded_majors, strict=True) if now != read]
+    whys, todo = [], []
+    if misaligned:
+        names = " and ".join(misaligned)
+        whys.append(f"{names} not aligned to 16 bytes in address and leading dimension, which TMA needs")
+        todo.append(f"pad the leading dimension to a multiple of {a.dtype.tma_alignment} elements")
+    if across:
+        whys.append(f"wgmma reads {a.dtype} along K only, and a is {a} and b is {b}")
+        todo += ["pass a row-major a"] * ("a" in across)
+        todo += ["pass prepare(b).matrix, which is copied once"] * ("b" in across)
+    found = ""
+    if config is not None and config.copies:
+        them = [name for name, is_copied in zip("ab", copied(a, b), strict=True) if is_copied]
+        found = f", so {' and '.join(them)} {'is' if len(them) == 1 else 'are'} copied to aligned workspace first"
+    return f"{', and '.join(whys)}{found}; {', and '.join(todo)}"
+
+
+def _copied(signature: OpSignature, problem: Problem, config: Config) -> tuple[Finding, ...]:
+    """Say what a kernel copies before each GEMM, and how long that is expected to take."""
+    if not config.copies:
+        return ()
+    traits = Traits.of(signature)
+    m, n, k = traits.whole(problem).extents
+    pairs = zip("ab", (m * k, k * n), traits.copied, strict=True)
+    sizes = {name: size for name, size, is_copied in pairs if is_copied}
+    megabytes = sum(sizes.values()) * traits.element_bytes / 1e6
+    us = realigning(traits, [traits.whole(problem)]).item()
+    says = (
+        f"{' and '.join(sizes)}, {megabytes:.1f} MB read and written before each GEMM, {us:.1f} us of the expected time"
     )
+    return (Finding("copied", says),)
 
 
 def _called(device: Device) -> str:

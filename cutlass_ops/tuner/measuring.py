@@ -103,7 +103,13 @@ class Measurer:
             worker.end()
 
     def measure(
-        self, signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path], *, rounds: int
+        self,
+        signature: OpSignature,
+        problem: Problem,
+        kernels: Mapping[Ordered, Path],
+        *,
+        rounds: int,
+        spreads: Sequence[str] = (),
     ) -> Outcome:
         """Check and race kernels at a problem.
 
@@ -117,6 +123,8 @@ class Measurer:
             Configurations with the order of their tiles, and their artifacts' folders.
         rounds : int
             Of the race.
+        spreads : sequence of str
+            How rows are spread over groups, if there are any; by default in all ways that are assumed.
 
         Raises
         ------
@@ -126,30 +134,31 @@ class Measurer:
         """
         outcome = Outcome()
         left = list(kernels)
+        job = {
+            "signature": signature_to_json(signature),
+            "problem": problem.to_json(),
+            "spreads": list(spreads),
+            "rounds": rounds,
+        }
         while left:
-            blamed = self._attempt(signature, problem, {c: kernels[c] for c in left}, rounds, outcome)
+            blamed = self._attempt(problem, job, {c: kernels[c] for c in left}, outcome)
             if blamed is None:
                 return outcome
             left = [c for c in left if c not in outcome.failed]
         return outcome
 
     def _attempt(
-        self, signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path], rounds: int, outcome: Outcome
+        self, problem: Problem, job: Mapping[str, Any], kernels: Mapping[Ordered, Path], outcome: Outcome
     ) -> Ordered | None:
         """Try once; return the kernel that brought the worker down, or None when the outcome is complete."""
-        worker = self._start()
-        job = {
-            "signature": signature_to_json(signature),
-            "problem": problem.to_json(),
-            "kernels": [
-                {"config": config_to_json(entrant.config), "order": entrant.order.to_json(), "folder": str(folder)}
-                for entrant, folder in kernels.items()
-            ],
-            "rounds": rounds,
-        }
+        worker, rounds = self._start(), job["rounds"]
+        named = [
+            {"config": config_to_json(entrant.config), "order": entrant.order.to_json(), "folder": str(folder)}
+            for entrant, folder in kernels.items()
+        ]
         reading = _Reading(list(kernels), outcome)
         try:
-            worker.send(json.dumps(job).encode() + b"\n", self._silence)
+            worker.send(json.dumps({**job, "kernels": named}).encode() + b"\n", self._silence)
             for _ in range(_FEW_EVENTS + 2 * len(kernels) + _EVENTS_OF_A_ROUND * rounds):
                 if reading.takes(_event(worker.line(self._silence))):
                     return None

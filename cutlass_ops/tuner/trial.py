@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +16,11 @@ from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import f64, i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.kinds import spreads
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import device_of
@@ -47,7 +51,8 @@ _MORE_ROUNDS = 3
 
 _SCALAR = 0.5
 _INTEGER = 7
-# The share of indices that may differ, since values so near each other may come out in another order.
+# The share of whole numbers that may differ: indices, since values so near each other may come out in another order,
+# and results in INT8, since values so near the middle between two may come out on its other side.
 _OTHER_INDICES = 0.01
 
 
@@ -61,6 +66,25 @@ class _Tensors:
     outputs: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """One way to launch kernels: with rows spread over groups in one way; else the only one.
+
+    Attributes
+    ----------
+    weight : float
+        How much its time counts. All weights add up to 1.
+    sizes : tuple of int
+        How many rows each group has.
+    operands : tuple of Tensor
+        What a kernel takes after D: where the groups end.
+    """
+
+    weight: float = 1.0
+    sizes: tuple[int, ...] = ()
+    operands: tuple[Tensor, ...] = ()
+
+
 class Trial:
     """Kernels of one signature at one problem.
 
@@ -69,15 +93,25 @@ class Trial:
     signature : OpSignature
         Epilogue and operand types.
     problem : Problem
-        Its extents.
+        Its extents. Of groups, M is the mean of a group's rows.
     device : torch.device
         A CUDA device, with its index.
     seed : int
         Of the inputs, which are normal: A and B such that the accumulator's variance is 1, and a further product's as
         well. Scalars are 0.5.
+    spreads : sequence of str
+        How rows are spread over groups; by default in all ways that are assumed. A kernel's time is then the geometric
+        mean over them, as the time model has it.
     """
 
-    def __init__(self, signature: OpSignature, problem: Problem, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        signature: OpSignature,
+        problem: Problem,
+        device: torch.device,
+        seed: int = 0,
+        spreads: Sequence[str] = (),
+    ) -> None:
         self._signature = signature
         self._problem = problem
         self._device = device
@@ -85,7 +119,8 @@ class Trial:
         width = signature.a.dtype.bytes
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, width, width), l2_bytes))]
-        self._wanted = self._exact(self._sets[0])
+        self._ways = _ways(problem, spreads, device, seed) if signature.form == GROUPED else (_Way(),)
+        self._wanted = [self._exact(self._sets[0], way.sizes) for way in self._ways]
         self._watch = Stopwatch(expected_us(problem, width))
         self._kernels: dict[Ordered, LoadedKernel] = {}
         self._peers: list[str] = []
@@ -100,26 +135,35 @@ class Trial:
         kernel : LoadedKernel
             The kernel.
         """
-        run = self._run(entrant, kernel)
-        for output in self._sets[0].outputs:
-            output.fill_(float("nan"))
-        status = run(0)
-        torch.cuda.synchronize(self._device)
-        if status != 0:
-            position, reason = refusal(status)
-            return f"it refused argument {position}: {reason.name.lower()}"
-        wrong = self._wrong()
-        if wrong is None:
-            self._kernels[entrant] = kernel
-            self._watch.add(entrant, run)
-        return wrong
+        runs = [self._run(entrant, kernel, way) for way in self._ways]
+        for run, wanted in zip(runs, self._wanted, strict=True):
+            for output in self._sets[0].outputs:
+                output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
+            status = run(0)
+            torch.cuda.synchronize(self._device)
+            if status != 0:
+                position, reason = refusal(status)
+                return f"it refused argument {position}: {reason.name.lower()}"
+            wrong = self._wrong(wanted)
+            if wrong is not None:
+                return wrong
+        self._kernels[entrant] = kernel
+        for name, run in zip(self._names(entrant), runs, strict=True):
+            self._watch.add(name, run)
+        return None
+
+    def _names(self, entrant: Ordered | str) -> list[object]:
+        """Return how the stopwatch calls an entrant, in each way to launch it."""
+        return [entrant] if len(self._ways) == 1 else [(entrant, way) for way in range(len(self._ways))]
 
     def rehearse(self, entrant: Ordered) -> None:
         """Run a kernel that was admitted as the race will, alone: if it fails only then, it is known by name."""
-        self._watch.round([entrant])
+        self._watch.round(self._names(entrant))
 
     def admit_peers(self) -> None:
-        """Enter PyTorch's ways to compute the same."""
+        """Enter PyTorch's ways to compute the same, which there are none of for groups."""
+        if self._signature.form == GROUPED:
+            return
         for name, peer in peers(self._signature.epilogue, self._sets[0].a.dtype).items():
             if self._signature.form != DENSE and name != "eager":
                 continue
@@ -145,7 +189,7 @@ class Trial:
         """
         if not self._kernels:
             return (), ()
-        measure = _measurement(self._watch, on_round)
+        measure = self._measurement(on_round)
         rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
         # A peer that is ahead must not cost the kernels their rounds.
         entrants: list[Ordered | str] = [*self._kernels]
@@ -169,19 +213,36 @@ class Trial:
     def _further(self, finalists: Sequence[Ordered]) -> list[Ordered]:
         """Enter other orders of tiles of some kernels, which differ."""
         entered: list[Ordered] = []
+        if self._signature.form == GROUPED:
+            return entered  # whose tiles have one order
         for finalist in finalists:
             config = finalist.config
             for order in kind_of(config).orders(config, self._problem, device_of(self._device)):
                 other = Ordered(config, order)
                 if other not in self._kernels:
-                    self._watch.add(other, self._run(other, self._kernels[finalist]))
+                    self._watch.add(other, self._run(other, self._kernels[finalist], *self._ways))
                     entered.append(other)
         return entered
 
-    def _run(self, entrant: Ordered, kernel: LoadedKernel) -> Callable[[int], int]:
+    def _measurement(self, on_round: Callable[[], None]) -> Callable[[Sequence[Ordered | str]], list[float]]:
+        """Return what times one round after another, and says so before each."""
+        weights = [way.weight for way in self._ways]
+
+        def measure(order: Sequence[Ordered | str]) -> list[float]:
+            on_round()
+            times = self._watch.round([name for entrant in order for name in self._names(entrant)])
+            each = [times[at : at + len(weights)] for at in range(0, len(times), len(weights))]
+            return [math.exp(sum(w * math.log(us) for w, us in zip(weights, own, strict=True))) for own in each]
+
+        return measure
+
+    def _run(self, entrant: Ordered, kernel: LoadedKernel, way: _Way = _Way()) -> Callable[[int], int]:
         raster, swizzle = entrant.order.numbers
+        problem, of_way = self._problem, way.operands
+        if self._signature.form == GROUPED:
+            problem = problem._replace(m=problem.m * problem.count)  # as a launch has it
         with torch.cuda.device(self._device):
-            size = int(kernel.workspace_size(*self._problem, raster, swizzle))
+            size = int(kernel.workspace_size(*problem, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
         # The stopwatch keeps what it captured, and no trial: a cycle with graphs in it would be collected at any time,
         # and a graph that goes while another is captured spoils that one.
@@ -190,7 +251,7 @@ class Trial:
         def run(index: int) -> int:
             x = sets[index % len(sets)]
             d, *others = x.outputs
-            return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, swizzle, workspace)
+            return kernel.launch(x.a, x.b, d, *of_way, *x.inputs, *others, raster, swizzle, workspace)
 
         return run
 
@@ -207,14 +268,16 @@ class Trial:
 
     def _draw(self) -> _Tensors:
         signature, (m, n, k) = self._signature, self._problem.extents
-        # All tiles of batches are their own; they share vectors.
-        lead = () if signature.form == DENSE else (self._problem.count,)
-        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (*lead, m, n), Kind.PRODUCT: (k, n)}
+        # All tiles of batches are their own; they share vectors. Groups have weights and rows of values of their own.
+        lead = (self._problem.count,) if signature.form == BATCHED else ()
+        each = (self._problem.count,) if signature.form == GROUPED else ()
+        m *= math.prod(each)
+        extents = {Kind.ROW: (*each, n), Kind.COL: (m,), Kind.TILE: (*lead, m, n), Kind.PRODUCT: (*each, k, n)}
         scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
         steps = -(-k // mma.BLOCK_K)
         of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
-        extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (-(-n // of_b), steps)}
+        extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (*each, -(-n // of_b), steps)}
         extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
         numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         inputs = tuple(
@@ -225,7 +288,7 @@ class Trial:
         outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
         return _Tensors(
             self._normal((*lead, m, k), signature.a, k**-0.25),
-            self._normal((*lead, k, n), signature.b, k**-0.25),
+            self._normal((*lead, *each, k, n), signature.b, k**-0.25),
             inputs,
             outputs,
         )
@@ -239,7 +302,13 @@ class Trial:
         drawn = torch.empty(shape, device=self._device).normal_(0, scale, generator=self._generator)
         return tensor.copy_(drawn)
 
-    def _exact(self, x: _Tensors) -> list[Tensor]:
+    def _exact(self, x: _Tensors, sizes: Sequence[int] = ()) -> list[Tensor]:
+        """Return the outputs in FP64; of groups, whose rows follow each other, for so many rows each."""
+        if sizes:
+            ends = np.cumsum([0, *sizes]).tolist()
+            places = [(group, slice(*both)) for group, both in enumerate(pairwise(ends)) if both[0] < both[1]]
+            found = [self._exact(self._of_group(x, *place)) for place in places]
+            return [torch.cat(each) for each in zip(*found, strict=True)]
         graph = self._signature.epilogue
         inputs = {
             i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
@@ -248,16 +317,27 @@ class Trial:
         values = reference.evaluate(graph, acc, inputs, torch.float64, a=x.a)
         return [values[o.name] for o in graph.outputs]
 
-    def _wrong(self) -> str | None:
+    def _of_group(self, x: _Tensors, group: int, rows: slice) -> _Tensors:
+        """Return one group's tensors, without outputs."""
+        own: dict[Kind, int | slice] = dict.fromkeys((Kind.ROW, Kind.PRODUCT, Kind.BLOCKS_B), group)
+        own |= dict.fromkeys((Kind.COL, Kind.TILE, Kind.BLOCKS_A), rows)
+        inputs = tuple(
+            value[own[i.kind]] if isinstance(value, Tensor) and i.kind in own else value
+            for i, value in zip(self._signature.epilogue.inputs, x.inputs, strict=True)
+        )
+        return _Tensors(x.a[rows], x.b[group], inputs, ())
+
+    def _wrong(self, every: Sequence[Tensor]) -> str | None:
         outputs = self._signature.epilogue.outputs
         multiplied = self._signature.a.dtype
         usual = _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
         sums = {tf32: _SUMS_OF_TF32, f64: _SUMS_OF_FP64}.get(multiplied, usual)
-        for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
+        for output, found, wanted in zip(outputs, self._sets[0].outputs, every, strict=True):
             if not found.dtype.is_floating_point:
-                others = float((found != wanted).double().mean())
+                rounded = reference.rounded(wanted, found.dtype)
+                others = float((found != rounded).double().mean())
                 if others > _OTHER_INDICES:
-                    return f"{output.name} is wrong: {others:.2g} of its indices are others"
+                    return f"{output.name} is wrong: {others:.2g} of its whole numbers are others"
                 continue
             exact = found.double()
             if found.dtype.itemsize == 1:  # which saturates
@@ -289,14 +369,14 @@ def _heats(problem: Problem) -> bool:
     return expected_us(problem) > _HEATING_US
 
 
-def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Ordered | str]], list[float]]:
-    """Return what times one round after another, and says so before each."""
-
-    def measure(order: Sequence[Ordered | str]) -> list[float]:
-        on_round()
-        return watch.round(order)
-
-    return measure
+def _ways(problem: Problem, names: Sequence[str], device: torch.device, seed: int) -> tuple[_Way, ...]:
+    """Draw groups for each way in which rows may be spread."""
+    generator, found = np.random.default_rng(seed), []
+    for spread in spreads.named(names):
+        sizes = spread.drawn(problem.m * problem.count, problem.count, generator)
+        ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
+        found.append(_Way(spread.weight, tuple(sizes), (ends,)))
+    return tuple(found)
 
 
 def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Tensor:

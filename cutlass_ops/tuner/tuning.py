@@ -33,14 +33,18 @@ from cutlass_ops.choose.tables import Point, Table
 from cutlass_ops.compilation.builder import building
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.rows import nearest
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.spreads import in_order as spreads_in_order
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import call_at, device_of, signature_of
+from cutlass_ops.run.groups import require as require_groups
+from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.requests import called
 from cutlass_ops.tuner.measuring import Measurer, Outcome
@@ -57,11 +61,15 @@ _CENTRES = 2
 
 @dataclass(frozen=True)
 class Task:
-    """One problem and the configurations that may win there with the orders of their tiles, the likeliest first."""
+    """One problem and the configurations that may win there with the orders of their tiles, the likeliest first.
+
+    Of groups, `spreads` names the ways in which rows are spread, if these are not all that are assumed.
+    """
 
     signature: OpSignature
     problem: Problem
     entrants: tuple[Ordered, ...]
+    spreads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ def plan(
     known: Mapping[OpSignature, Table] | None = None,
     *,
     deterministic: bool = False,
+    spreads: tuple[str, ...] = (),
 ) -> list[Task]:
     """Choose what to measure.
 
@@ -145,6 +154,8 @@ def plan(
         What was measured before, around which a refinement looks.
     deterministic : bool
         Whether to measure only kernels that add up a tile's K as a whole.
+    spreads : tuple of str
+        How rows are spread over groups; by default in all ways that are assumed.
 
     Returns
     -------
@@ -156,7 +167,8 @@ def plan(
     for signature, each in problems.items():
         table = (known or {}).get(signature) if effort.refine else None
         best = {p.problem: [m.config for m in p.measured] for p in table.points} if table else {}
-        tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort, deterministic)
+        planned = _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort, deterministic)
+        tasks += [replace(task, spreads=spreads) for task in planned]
     return tasks
 
 
@@ -197,7 +209,10 @@ def _plan(
         kinds = [c for kind in dict.fromkeys(map(kind_of, ranked)) for c in _first(ranked, kind)]
         near += [c for c in kinds if c not in near and times[c] <= _FAR * times[ranked[0]]]
         near.sort(key=lambda c: (c not in best, times[c]))
-        tasks.append(Task(signature, problem, tuple(o for c in near for o in entrants(c, problem, device))))
+        ordered = [o for c in near for o in entrants(c, problem, device)]
+        if signature.form == GROUPED:  # whose tiles have one order
+            ordered = [Ordered(c, c.usual_order(problem)) for c in near]
+        tasks.append(Task(signature, problem, tuple(ordered)))
     return tasks
 
 
@@ -343,7 +358,7 @@ def run(
     def flagged(table: Table) -> Table:
         return replace(table, fallback=allow_fallback, deterministic=deterministic)
 
-    todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
+    todo = [t for t in tasks if again or effort.refine or (t.problem, t.spreads) not in known[t.signature]]
     report.known = len(tasks) - len(todo)
     specs = [[place.device.spec(task.signature, e.config) for e in task.entrants] for task in todo]
     with (
@@ -383,9 +398,12 @@ def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
     return point
 
 
-def _known(table: Table, deterministic: bool) -> set[Problem]:
-    """Return the problems that need no measurement: where a kernel won that may not serve, the others raced little."""
-    return {p.problem for p in table.points if not deterministic or p.measured[0].config.whole_k}
+def _known(table: Table, deterministic: bool) -> set[tuple[Problem, tuple[str, ...]]]:
+    """Return the problems that need no measurement, with how rows were spread over groups.
+
+    Where a kernel won that may not serve, the others raced little.
+    """
+    return {(p.problem, p.spreads) for p in table.points if not deterministic or p.measured[0].config.whole_k}
 
 
 def _keep(
@@ -434,7 +452,7 @@ def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
     if not outcome.measured:
         return None
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    return Point(task.problem, today, outcome.measured, tuple(outcome.peers.items()))
+    return Point(task.problem, today, outcome.measured, tuple(outcome.peers.items()), task.spreads)
 
 
 def _line(problem: Problem, point: Point | None) -> str:
@@ -455,6 +473,8 @@ def tune(
     a: Major = "row",
     b: Major = "col",
     batches: int | None = None,
+    groups: int | None = None,
+    spreads: Sequence[str] = (),
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
     device: int = 0,
@@ -483,6 +503,14 @@ def tune(
         Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
     batches : int, optional
         Tune calls of so many batches, of A (batches, M, K) and B (batches, K, N); by default, of a single B.
+    groups : int, optional
+        Tune :func:`cutlass_ops.grouped_gemm` and :func:`cutlass_ops.grouped_gemm_masked` with so many experts. M of a
+        shape is then the mean of an expert's rows, of which near numbers are one. `op` is the epilogue, or
+        ``cutlass_ops.gemm`` for none.
+    spreads : sequence of str
+        How your rows are spread over the experts: ``"equal"``, ``"random"`` for each row by chance, ``"Zipf"`` for
+        Zipf's law, ``"one"`` for all rows of one expert. By default all four. A kernel's time is the geometric mean
+        over them, by the weights in ``cutlass_ops/kinds/spreads.py``.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
     input_dtypes : mapping of str to str, optional
@@ -522,8 +550,8 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, number of batches, dtype, major or input is none, both `allow_fallback` and `deterministic` are
-        given, or tables cannot be written in the folder.
+        If a shape, number of batches or groups, spread, dtype, major or input is none, both `allow_fallback` and
+        `deterministic` are given, or `allow_fallback` for groups, or tables cannot be written in the folder.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -542,6 +570,10 @@ def tune(
     >>> shapes = [(m, n, k) for n, k in weights for m in (1, 16, 256, 4096)]
     >>> effort = co.Effort(kernels=96, seconds=3600)
     >>> report = co.tune(co.gemm_bias_relu, shapes, dtypes=("bf16", "f16"), effort=effort)  # doctest: +SKIP
+
+    A layer of 64 experts that get 16 rows each on average, more or less by Zipf's law:
+
+    >>> co.tune(co.gemm, [(16, 2048, 4096)], groups=64, spreads=("random", "Zipf"))  # doctest: +SKIP
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
@@ -549,17 +581,15 @@ def tune(
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     asked, effort = called(op), effort or Effort()
-    if asked.form != DENSE:
-        raise ValueError(
-            f"{asked.name} multiplies groups of rows, of which no sizes can be measured: tune a plain GEMM"
-        )
+    form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
+    if form == GROUPED and allow_fallback:
+        raise ValueError("allow_fallback is of calls that PyTorch serves, and it serves none of groups: omit it")
     graph = asked.graph
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
-    form = DENSE if batches is None else BATCHED
-    if batches is not None and (type(batches) is not int or batches < 1):
-        raise ValueError(f"batches is {batches!r}: give a number of batches, 1 or more")
-    wanted = [Problem.of(shape)._replace(count=batches or 1) for shape in shapes]
+    wanted = [Problem.of(shape)._replace(count=batches or groups or 1) for shape in shapes]
+    if form == GROUPED:
+        wanted = list(dict.fromkeys(problem._replace(m=nearest(problem.m)) for problem in wanted))
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
             name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
@@ -570,16 +600,41 @@ def tune(
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
             raise UnsupportedError(dispatch.unserved(what, signature, place.device, place.name))
     known = {s: place.table(s) for s in problems}
-    tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
+    tasks = plan(problems, place.device, effort, known, deterministic=deterministic, spreads=ways)
     with Measurer(device, silence) as measurer:
 
         def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path]) -> Outcome:
-            return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
+            return measurer.measure(signature, problem, kernels, rounds=effort.rounds, spreads=ways)
 
         return run(
             tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback,
             deterministic=deterministic, executor=executor, show=show,
         )  # fmt: skip
+
+
+def _form(asked: Op, batches: int | None, groups: int | None, spreads: Sequence[str]) -> Form:
+    """Return the form of the calls that are tuned.
+
+    Raises
+    ------
+    ValueError
+        If the op has none that can be tuned, or an argument does not fit. The message says what to do.
+    """
+    for name, count in (("batches", batches), ("groups", groups)):
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"{name} is {count!r}: give a number of {name}, 1 or more")
+    if batches is not None and groups is not None:
+        raise ValueError("batches and groups are given, and a call has one of them: omit the other")
+    if asked.form == RAGGED_K:
+        raise ValueError(f"{asked.name} adds up groups of rows, of which no sizes are measured: tune grouped_gemm")
+    if asked.form.operands and groups is None:
+        raise ValueError(f"{asked.name} multiplies groups of rows: say how many, as groups=64")
+    if groups is None:
+        if spreads:
+            raise ValueError("spreads say how rows are spread over groups: pass groups= as well")
+        return DENSE if batches is None else BATCHED
+    require_groups(asked.graph)
+    return GROUPED
 
 
 def signature_at(

@@ -50,7 +50,7 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
     problem = Problem.from_json(job["problem"])
     emit("preparing")
     try:
-        trial = Trial(signature_from_json(job["signature"]), problem, device)
+        trial = Trial(signature_from_json(job["signature"]), problem, device, spreads=job["spreads"])
     except torch.OutOfMemoryError:
         emit("impossible", why="its tensors do not fit into the device's memory")
         return

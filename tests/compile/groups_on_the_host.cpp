@@ -79,6 +79,7 @@ int __ffs(int value) { return __builtin_ffs(value); }
 
 #include "cutlass_ops/sm90_gemm.h"  // before CuTe: it has the driver's place there
 
+#include "cutlass_ops/block_scales.h"
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/ragged.h"
 #include "cutlass_ops/sm90_grouped.h"
@@ -261,6 +262,53 @@ bool loads_each_group() {
   return true;
 }
 
+// What a tile copies of the scales of blocks: those of its group's rows, and of its group's matrix. Groups follow each other,
+// or have room for `room` rows, of which scales may lie by columns.
+template <bool kSwapped>
+bool scales_each_group(int room) {
+  using Element = cutlass::float_e4m3_t;
+  using Grouped = cutlass_ops::GroupedMainloop<
+      cutlass_ops::Mainloop<Element, cutlass_ops::BatchedA<cutlass::layout::RowMajor>, Element,
+                            cutlass_ops::BatchedB<cutlass::layout::ColumnMajor>, cute::Shape<_64, _64, _128>,
+                            cute::Shape<_1, _1, _1>, 2, cutlass::gemm::KernelTmaWarpSpecializedPingpong, kSwapped, 1, void,
+                            cutlass_ops::NoRows, true,
+                            cutlass_ops::BlockScales<kSwapped ? 128 : 1, kSwapped ? 1 : 128, cutlass_ops::GroupedScales>>,
+      kSwapped>;
+  int const steps = 5, blocks = 3;
+  // Numbers that say where they lie. With room, those of a group's rows follow each other, and each step comes after them.
+  std::vector<float> rows(4000 * steps), weights(8 * blocks * steps);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = float(i);
+  for (size_t i = 0; i < weights.size(); ++i) weights[i] = float(i);
+  typename Grouped::Scales::Params params{};
+  auto& of_rows = kSwapped ? params.columns : params.rows;
+  auto& of_weights = kSwapped ? params.rows : params.columns;
+  of_rows = room > 0 ? cutlass_ops::GroupedScales{{rows.data(), 1, room, 0}, 0, int64_t(room) * steps}
+                     : cutlass_ops::GroupedScales{{rows.data(), steps, 1, 0}, steps, 0};
+  of_weights = {{weights.data(), steps, 1, blocks - 1}, 0, blocks * steps};
+  int32_t const ends[] = {3, 100, 100, 250, 251};
+  cutlass_ops::RowGroups const groups{ends, 5, room > 0 ? room : 400, room};
+  for (int group = 0; group < 5; ++group) {
+    auto const own = groups.of(group);
+    auto const scales = Grouped::scales_of(params, own, group);
+    auto const& found = kSwapped ? scales.columns : scales.rows;
+    auto const& weight = kSwapped ? scales.rows : scales.columns;
+    if (found.last != own.size - 1 || weight.last != blocks - 1) return std::puts("the last scales"), false;
+    for (int step = 0; step < steps; ++step) {
+      for (int row = 0; row < own.size; ++row) {
+        int const wanted = room > 0 ? (group * steps + step) * room + row : (own.first + row) * steps + step;
+        if (found.data[row * found.stride + step * found.step_stride] != float(wanted)) return std::puts("scales of rows"), false;
+      }
+      for (int block = 0; block < blocks; ++block) {
+        int const wanted = (group * blocks + block) * steps + step;
+        if (weight.data[block * weight.stride + step * weight.step_stride] != float(wanted)) {
+          return std::puts("scales of matrices"), false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
 // Both operands from a group's first row on, and nothing behind its last one: zeros.
 template <class LayoutA, class LayoutB>
 bool loads_each_group_of_k() {
@@ -344,18 +392,20 @@ void find_tiles() {
 }
 
 template <bool kSwapped, class Cluster>
-bool hands_out_each_tile_once(std::vector<int32_t> const& ends, int rows) {
+bool hands_out_each_tile_once(std::vector<int32_t> const& ends, int rows, int room = 0) {
   constexpr int kRowsOfCluster = kSwapped ? 32 * int(size<1>(Cluster{})) : 64 * int(size<0>(Cluster{}));
   constexpr int kM = size<0>(Cluster{}), kN = size<1>(Cluster{});
-  asked = {{ends.data(), int(ends.size()), rows}, 3, 1, {}};
+  asked = {{ends.data(), int(ends.size()), rows, room}, 3, 1, {}};
   warp::run(find_tiles<kSwapped, Cluster>);
   Tiles const all = asked.found;
   std::set<std::tuple<int, int, int>> wanted;
   for (int group = 0, reached = 0; group < int(ends.size()); ++group) {
-    int const end = std::clamp(ends[group], 0, rows);
+    if (room > 0) reached = group * room;
+    int const end = group * room + std::clamp(ends[group], 0, rows);
     auto const own = asked.groups.of(group);
+    if (room > 0 && (own.first != group * room || own.size != end - reached)) return false;
     int const clusters = std::max(0, end - reached + kRowsOfCluster - 1) / kRowsOfCluster;
-    if (clusters > (own.size + kRowsOfCluster - 1) / kRowsOfCluster || own.first + own.size > rows) return false;
+    if (clusters > (own.size + kRowsOfCluster - 1) / kRowsOfCluster || own.first + own.size > asked.groups.all()) return false;
     for (int row = 0; row < clusters; ++row) {
       for (int column = 0; column < 3; ++column) {
         wanted.emplace(kM * (kSwapped ? column : row), kN * (kSwapped ? row : column), group);
@@ -384,6 +434,9 @@ bool finds_groups() {
     if (trial % 6 == 5) std::fill(ends.begin(), ends.end(), rows);  // all rows are the first group's
     if (trial == 1) std::fill(ends.begin(), ends.end(), 0);
     if (!hands_out_each_tile_once<kSwapped, Cluster>(ends, rows)) return std::printf("tiles of trial %d\n", trial), false;
+    int const room = trial % 2 == 0 ? rows : 1 << 18;  // with the latter, numbers behind the last group's wrap around
+    bool const each = hands_out_each_tile_once<kSwapped, Cluster>(ends, room, room);
+    if (!each) return std::printf("tiles of trial %d, with room\n", trial), false;
   }
   return true;
 }
@@ -394,6 +447,8 @@ int main() {
   bool const right = stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
                      stores_each_group<float, false>() && stores_each_group<float, true>() &&
                      loads_each_group<false>() && loads_each_group<true>() &&
+                     scales_each_group<false>(0) && scales_each_group<true>(0) && scales_each_group<false>(300) &&
+                     scales_each_group<true>(300) &&
                      loads_each_group_of_k<cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>() &&
                      finds_groups<false, cute::Shape<_1, _1, _1>>() && finds_groups<true, cute::Shape<_1, _1, _1>>() &&
                      finds_groups<false, cute::Shape<_2, _1, _1>>() && finds_groups<true, cute::Shape<_4, _2, _1>>();

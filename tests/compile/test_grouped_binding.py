@@ -23,10 +23,11 @@ PROGRAM = r"""
 
 CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
 CUTLASS_OPS_TYPE(int32_t, kDLInt)
+CUTLASS_OPS_TYPE(float, kDLFloat)
 
 using namespace cutlass_ops;
 using Half = cutlass::half_t;
-constexpr int kCount = 8;
+constexpr int kCount = 10;
 constexpr uintptr_t kBase = 1 << 20;
 
 struct Given {
@@ -69,14 +70,21 @@ int main() {
     auto const col = groups.col<Half>(p);
     auto const tile = groups.tile<Half, Major::kRow, 1, false>(p);
     auto const second = groups.second<Half, Major::kCol, 2>(p);
+    GroupedScales const of_rows = groups.row_scales<float>(p, 4), of_weights = groups.weight_scales<float>(p, 4, 4);
     groups.check();
     std::cout << call.status();
     if (call.status() == 0) {
-      for (int x : {p.m, p.n, p.k, p.count, p.inner, ends.count, ends.rows}) std::cout << " " << x;
+      for (int x : {p.m, p.n, p.k, p.count, p.inner}) std::cout << " " << x;
+      for (int x : {ends.count, ends.rows, ends.room, ends.all()}) std::cout << " " << x;
       for (BatchedMatrix const& x : {a, b, d}) print(x.data, x.batches);
       print(ends.ends, {});
       for (auto const& x : {row, col}) print(x.values, x.batches);
       for (BatchedMatrix const& x : {tile, second}) print(x.data, x.batches);
+      for (GroupedScales const& x : {of_rows, of_weights}) {
+        print(x.data, {x.by_row, x.by_group});
+        std::cout << " " << x.stride << " " << x.step_stride;
+      }
+      std::cout << " " << of_weights.last;
     }
     std::cout << std::endl;
   }
@@ -84,7 +92,7 @@ int main() {
 """
 
 T, E, N, K = 10, 3, 6, 8
-NAMES = ("a", "b", "out", "offsets", "row", "col", "tile", "second")
+NAMES = ("a", "b", "out", "offsets", "row", "col", "tile", "second", "row_scales", "weight_scales")
 SHAPES = {
     "a": (T, K),
     "b": (E, N, K),
@@ -94,6 +102,8 @@ SHAPES = {
     "col": (T,),
     "tile": (T, N),
     "second": (E, N, K),
+    "row_scales": (T, 2),  # a block is 4 of K, and 4 columns of B
+    "weight_scales": (E, 2, 2),
 }
 
 
@@ -114,14 +124,17 @@ def program(tmp_path_factory):
         running.stdin.close()
 
 
-def tensors(**changes):
+def tensors(shapes=SHAPES, /, **changes):
     """Return tensors of a call, each far from the others, or as given."""
     buffer = torch.empty(1 << 20, dtype=torch.float16)
     found = {}
     for at, name in enumerate(NAMES):
-        x = buffer[at << 16 :][: torch.Size(SHAPES[name]).numel()].view(SHAPES[name])
+        x = buffer[at << 16 :][: torch.Size(shapes[name]).numel()].view(shapes[name])
         found[name] = x.mT if name in ("b", "second") else x
     found["offsets"] = buffer[3 << 16 :][: 2 * E].view(torch.int32)
+    for name in ("row_scales", "weight_scales"):
+        size = torch.Size(shapes[name]).numel()
+        found[name] = buffer[NAMES.index(name) << 16 :][: 2 * size].view(torch.float32).view(shapes[name])
     return buffer, found | {name: change(found, buffer) for name, change in changes.items()}
 
 
@@ -137,8 +150,24 @@ def ask(program, buffer, given):
     return refusal(status) if status else rest
 
 
+def overlapped(out):
+    """Return scales of T rows that lie in the memory of D."""
+    return out.flatten()[: 4 * T].view(torch.float32).view(T, 2)
+
+
 def by_group(x):
     return 0, x.stride(0) if x.shape[0] > 1 else 0
+
+
+def scales_of(buffer, given, *, by_row):
+    """Return where scales begin, what leads to those of a row and of a group, and the distances within a group."""
+    rows, weights = given["row_scales"], given["weight_scales"]
+    of_rows = (rows.stride(0), 0) if by_row else (0, rows.stride(0))
+    of_weights = (0, weights.stride(0))
+    found = []
+    for x, both in ((rows, of_rows), (weights, of_weights)):
+        found += [x.data_ptr() - buffer.data_ptr(), *both, x.stride(-2), x.stride(-1)]
+    return [*found, 1]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +180,14 @@ def by_group(x):
         {"row": lambda _, buffer: buffer[4 << 16 :][:N]},
         {"row": lambda _, buffer: buffer[4 << 16 :][: 2 * E * N].view(E, 2 * N)[:, :N]},
         {"tile": lambda found, _: found["out"]},
+        {"row_scales": lambda _, buffer: buffer[12 << 16 :][: 4 * T].view(torch.float32).view(2, T).t()},
+        {"weight_scales": lambda found, _: found["weight_scales"][:1, :1].expand(E, 2, 2)},
     ],
     ids=lambda changes: " ".join(changes),
 )
 def test_rows_and_groups_lie_where_their_strides_say(program, changes):
     buffer, given = tensors(**changes)
-    wanted = [T, N, K, E, 1, E, T]
+    wanted = [T, N, K, E, 1, E, T, 0, T]
     distances = {
         "a": (0, 0),
         "b": by_group(given["b"]),
@@ -169,6 +200,7 @@ def test_rows_and_groups_lie_where_their_strides_say(program, changes):
     }
     for name, both in distances.items():
         wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
+    wanted += scales_of(buffer, given, by_row=True)
     assert ask(program, buffer, given) == wanted
 
 
@@ -199,10 +231,87 @@ def test_rows_and_groups_lie_where_their_strides_say(program, changes):
         ({"tile": lambda found, buffer: buffer[(2 << 16) + 2 :][: T * N].view(T, N)}, 2, Reason.OVERLAP),
         ({"second": lambda found, _: found["second"][:, :, :-1]}, 7, Reason.SHAPE),
         ({"second": lambda found, _: found["second"][:-1]}, 7, Reason.SHAPE),
+        ({"row_scales": lambda found, _: found["row_scales"][:-1]}, 8, Reason.SHAPE),
+        ({"row_scales": lambda found, _: found["row_scales"][None]}, 8, Reason.SHAPE),
+        ({"row_scales": lambda found, _: found["row_scales"].half()}, 8, Reason.DTYPE),
+        ({"row_scales": lambda found, _: overlapped(found["out"])}, 2, Reason.OVERLAP),
+        ({"weight_scales": lambda found, _: found["weight_scales"][0]}, 9, Reason.SHAPE),
+        ({"weight_scales": lambda found, _: found["weight_scales"][:, :1]}, 9, Reason.SHAPE),
     ],
 )
 def test_what_does_not_fit_is_refused(program, changes, position, reason):
     assert ask(program, *tensors(**changes)) == (position, reason)
+
+
+# ---- Groups with room for as many rows each --------------------------------------------------------------------------
+
+M = 5
+WITH_ROOM = {**SHAPES, "a": (E, M, K), "out": (E, M, N), "col": (E, M), "tile": (E, M, N), "row_scales": (E, M, 2)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"a": lambda _, buffer: buffer[: E * M * 2 * K].view(E, M, 2 * K)[..., :K]},
+        {"out": lambda _, buffer: buffer[2 << 16 :][: E * M * 4 * N].view(E, M, 4 * N)[..., N : 2 * N]},
+        {"row": lambda _, buffer: buffer[4 << 16 :][:N]},
+        {"tile": lambda found, _: found["out"]},
+        {"row_scales": lambda _, buffer: buffer[12 << 16 :][: 4 * E * M].view(torch.float32).view(E, 2, M).mT},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_groups_may_have_room(program, changes):
+    buffer, given = tensors(WITH_ROOM, **changes)
+    distances = {
+        "a": (0, 0),
+        "b": by_group(given["b"]),
+        "out": (given["out"].stride(1), 0),
+        "offsets": (0, 0),
+        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
+        "col": (1, 0),
+        "tile": (given["tile"].stride(1), 0),
+        "second": by_group(given["second"]),
+    }
+    wanted = [E * M, N, K, E, 1, E, M, M, E * M]
+    for name, both in distances.items():
+        wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
+    wanted += scales_of(buffer, given, by_row=False)
+    assert ask(program, buffer, given) == wanted
+
+
+def test_groups_with_room_for_one_row_are_as_far_apart_as_rows(program):
+    one = {**WITH_ROOM, "a": (E, 1, K), "out": (E, 1, N), "col": (E, 1), "tile": (E, 1, N), "row_scales": (E, 1, 2)}
+    buffer, given = tensors(one, out=lambda _, buffer: buffer[2 << 16 :][: E * 4 * N].view(E, 4 * N)[:, None, :N])
+    found = ask(program, buffer, given)
+    assert found[:9] == [E, N, K, E, 1, E, 1, 1, E]
+    assert found[9 + 2 * 3 :][:3] == [given["out"].data_ptr() - buffer.data_ptr(), 4 * N, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "position", "reason"),
+    [
+        ({"a": lambda found, _: found["a"][:-1]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][:1]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][:1].expand(E, M, K)}, 0, Reason.MAJOR),
+        ({"a": lambda _, buffer: buffer[: E * 2 * M * K].view(E, 2 * M, K)[:, :M]}, 0, Reason.MAJOR),
+        ({"out": lambda found, _: found["out"].view(E * M, N)}, 2, Reason.SHAPE),
+        ({"out": lambda found, _: found["out"][:, :-1].contiguous()}, 2, Reason.SHAPE),
+        ({"out": lambda _, buffer: buffer[2 << 16 :][: E * 2 * M * N].view(E, 2 * M, N)[:, :M]}, 2, Reason.MAJOR),
+        ({"out": lambda found, _: found["a"][..., :N]}, 2, Reason.OVERLAP),
+        ({"offsets": lambda found, _: found["offsets"][:-1]}, 3, Reason.SHAPE),
+        ({"col": lambda found, _: found["col"].view(E * M)}, 5, Reason.SHAPE),
+        ({"col": lambda found, _: found["col"][0]}, 5, Reason.MAJOR),
+        ({"col": lambda _, buffer: buffer[5 << 16 :][: E * 2 * M].view(E, 2 * M)[:, :M]}, 5, Reason.MAJOR),
+        ({"tile": lambda found, _: found["tile"][0]}, 6, Reason.MAJOR),
+        ({"tile": lambda found, _: found["tile"].view(E * M, N)}, 6, Reason.SHAPE),
+        ({"second": lambda found, _: found["second"][:-1]}, 7, Reason.SHAPE),
+        ({"row_scales": lambda found, _: found["row_scales"].view(E * M, 2)}, 8, Reason.SHAPE),
+        ({"row_scales": lambda found, _: found["row_scales"][:, :-1]}, 8, Reason.SHAPE),
+    ],
+)
+def test_what_does_not_fit_groups_with_room_is_refused(program, changes, position, reason):
+    assert ask(program, *tensors(WITH_ROOM, **changes)) == (position, reason)
 
 
 def test_more_rows_than_a_descriptor_counts_are_refused(program):
@@ -223,6 +332,7 @@ def test_more_rows_than_a_descriptor_counts_are_refused(program):
         def stride(self):
             return self._strides
 
-    for name, shape in (("a", (many, K)), ("out", (many, N)), ("tile", (many, N)), ("col", (many,))):
+    shapes = {"a": (many, K), "out": (many, N), "tile": (many, N), "col": (many,), "row_scales": (many, 2)}
+    for name, shape in shapes.items():
         given[name] = Large(given[name], *shape)
     assert ask(program, buffer, given) == (0, Reason.SHAPE)

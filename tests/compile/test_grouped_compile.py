@@ -12,6 +12,8 @@ NAMES = (
     "grouped-swapped-inputs",
     pytest.param("grouped-pingpong-inputs", marks=pytest.mark.slow),
     pytest.param("grouped-swapped-tiles", marks=pytest.mark.slow),
+    "grouped-swapped-blocks",
+    pytest.param("grouped-rows-blocks", marks=pytest.mark.slow),
 )
 
 

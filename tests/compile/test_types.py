@@ -1,5 +1,6 @@
 """Kernels of the other types through the real compiler: instructions in the machine code, spills and shared memory."""
 
+import functools
 import re
 import subprocess
 
@@ -18,12 +19,18 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 def instructions(library):
     """Return the full names of the Tensor Core instructions, or None where the toolkit cannot disassemble."""
+    text = disassembled(library)
+    return None if text is None else set(re.findall(r"\b[HDI]G?MMA[.A-Z0-9x]+", text))
+
+
+def disassembled(library):
+    """Return a library's machine code as text, or None where the toolkit cannot disassemble."""
     known = find_toolchain()
     if known.cuobjdump is None or known.nvdisasm is None:
         return None
     path = {"PATH": f"{known.nvdisasm.parent}:/usr/bin:/bin"}
-    text = subprocess.run([known.cuobjdump, "-sass", library], env=path, capture_output=True, text=True, check=True)
-    return set(re.findall(r"\b[HDI]G?MMA[.A-Z0-9x]+", text.stdout))
+    command = [known.cuobjdump, "-sass", library]
+    return subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
 
 
 KERNELS = {
@@ -31,6 +38,13 @@ KERNELS = {
     "tf32 by wgmma": (
         {"a": "tf32.row", "b": "tf32.col"},
         co.Sm90Config(co.ThreadblockShape(128, 128, 32), co.ClusterShape(2, 1)),
+        ("HGMMA", 2 * 4 * 2),
+        r"HGMMA\.64x128x8\.F32\.TF32",
+    ),
+    # As above, of operands that a kernel of its own copies before.
+    "tf32 by wgmma, copied": (
+        {"a": "tf32.col", "b": "tf32.row.align1"},
+        co.Sm90Config(co.ThreadblockShape(128, 128, 32), co.ClusterShape(2, 1), realign=True),
         ("HGMMA", 2 * 4 * 2),
         r"HGMMA\.64x128x8\.F32\.TF32",
     ),
@@ -88,6 +102,27 @@ KERNELS = {
         ("IGMMA", 4 * 2),
         r"IGMMA\.64x64x32\.S8\.S8",
     ),
+    "int8 to int8 by wgmma, copied": (
+        {"a": "i8.row.align1", "b": "i8.row", "d": "i8.row"},
+        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1), realign=True),
+        ("IGMMA", 2 * 4 * 2),
+        r"IGMMA\.64x128x32\.S8\.S8",
+    ),
+    # Sums as they are, which nothing computes with.
+    "int8 to int32 by wgmma": (
+        {"a": "i8.row", "b": "i8.col", "d": "i32.row", "epilogue": builtin.identity},
+        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1)),
+        ("IGMMA", 2 * 4 * 2),
+        r"IGMMA\.64x128x32\.S8\.S8",
+    ),
+    "int8 to int8 by mma.sync": (
+        {"a": "i8.row", "b": "i8.col", "d": "i8.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64), co.InstructionShape(16, 8, 32), stages=3
+        ),
+        ("IMMA", 4 * 8 * 2),
+        r"IMMA\.16832\.S8\.S8",
+    ),
     # 16x8x32 each, two along K.
     "int8 by mma.sync": (
         {"a": "i8.row", "b": "i8.col", "d": "bf16.row.align1"},
@@ -100,16 +135,41 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("types", "config", "counted", "name"), KERNELS.values(), ids=KERNELS)
-def test_a_kernel_has_its_instruction(types, config, counted, name):
+# Kernels that convert sums to INT8, and that do not convert them.
+CONVERTED = ("int8 to int8 by wgmma, copied", "int8 to int32 by wgmma")
+
+
+def declared(case):
+    types, config, *_ = KERNELS[case]
     target = "sm_90" if config.arch == "sm80" and config.instruction.m * config.instruction.k == 64 else None
-    wanted = co.KernelSpec(**{"d": "f32.row", **types}, epilogue=builtin.bias_relu, config=config, target=target)
+    named = {"d": "f32.row", "epilogue": builtin.bias_relu, **types}
+    return co.KernelSpec(**named, config=config, target=target)
+
+
+@functools.cache
+def built(spec):
+    return build_artifact(spec)
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_a_kernel_has_its_instruction(case):
+    wanted, (_, _, (opcode, count), name) = declared(case), KERNELS[case]
     assert co.check(wanted) == ()
-    artifact = build_artifact(wanted)
-    opcode, count = counted
+    artifact = built(wanted)
     assert prove_tensor_cores(artifact.library, wanted)[opcode] == count
     named = instructions(artifact.library)
     assert named is None or (named and all(re.match(name, each) for each in named))
     report = inspect(artifact)
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+def test_results_in_int8_are_rounded_by_one_instruction_and_sums_by_none():
+    """INT8 saturates as it is rounded. Sums in INT32 never were FP32: nothing makes that of an integer with a sign."""
+    to_int8, sums = (disassembled(built(declared(case)).library) for case in CONVERTED)
+    if to_int8 is None or sums is None:
+        pytest.skip("the toolkit cannot disassemble")
+    signed = r"\bI2FP?\.(F32\.)?S32"
+    assert re.search(r"\bF2IP?\.S8\.F32", to_int8)
+    assert re.search(signed, to_int8)
+    assert not re.search(signed, sums)

@@ -54,6 +54,8 @@ MORE = (
         "f64.row.align4",
         "tf32.row.align2",
         "i8.col.align8",
+        "i32.row",
+        "i32.col.align2",
         "e4m3.col.blocks128x128",
         "blocks_a",
         "blocks_d",

@@ -16,7 +16,7 @@ import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops.artifacts.entry import open_entry
+from cutlass_ops.artifacts.entry import FORMAT, open_entry
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, executors, locks
 from cutlass_ops.compilation.builder import build_artifact, build_many
@@ -95,7 +95,7 @@ def slow_kit(root: Path) -> FakeToolkit:
 
 def visible(store: KernelStore) -> list[bytes]:
     """The libraries of all entries; a single one that is not whole is an error."""
-    return [open_entry(folder).read_library() for folder in (store.root / "v1").glob("*/*")]
+    return [open_entry(folder).read_library() for folder in (store.root / f"v{FORMAT}").glob("*/*")]
 
 
 def left_over(store: KernelStore) -> list[str]:

@@ -550,6 +550,19 @@ def grouped() -> dict[str, KernelSpec]:
             config=replace(configs[name][0], threadblock=narrow_tile),
             form="grouped",
         )
+    for name, narrow_tile, of_b in (
+        ("pingpong", co.ThreadblockShape(64, 64, 128), "128x128"),
+        ("swapped", co.ThreadblockShape(128, 32, 128), "128x128"),
+        ("rows", co.ThreadblockShape(64, 96, 128), "128x1"),
+    ):
+        found[f"grouped-{name}-blocks"] = KernelSpec(
+            a="e4m3.row.blocks1x128",
+            b=f"e4m3.col.blocks{of_b}",
+            d="bf16.row",
+            epilogue=composed.scaled_blocks.graph,
+            config=replace(configs[name][0], threadblock=narrow_tile, accumulation="promoted"),
+            form="grouped",
+        )
     for name in ("pingpong", "swapped"):
         one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
         found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")

@@ -66,9 +66,14 @@ def bias_relu(acc, bias: co.Row):
     return co.e.relu(acc + bias)
 
 
+@co.epilogue
+def requantised(acc, bias: co.Row, scale: co.Col):
+    return acc * scale + bias
+
+
 def specs() -> dict[str, KernelSpec]:
     """Return kernels of every instruction, schedule and way to sum, by name."""
-    return _of_wgmma() | _of_mma_sync() | _of_fp64()
+    return _of_wgmma() | _of_mma_sync() | _of_fp64() | _of_copies() | _of_integers()
 
 
 def _of_wgmma() -> dict[str, KernelSpec]:
@@ -193,6 +198,85 @@ def _of_fp64() -> dict[str, KernelSpec]:
     return found
 
 
+def _of_copies() -> dict[str, KernelSpec]:
+    """Return kernels that copy operands to lines along K: across K, or at any address, in each orientation."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    majors = (("row", "row"), ("col", "row"), ("col", "col"), ("row", "col"))
+    found = {}
+    for dtype, size in (("tf32", 4), ("i8", 1)):
+        configs = (
+            co.Sm90Config(shape(128, 128, 128 // size), cluster(2, 1), schedule="pingpong", realign=True),
+            co.Sm90Config(shape(64, 16, 256 // size), schedule="warp_specialized", swap_ab=True, realign=True),
+            co.Sm90Config(shape(256, 128, 128 // size), cluster(1, 2), schedule="cooperative", realign=True),
+            co.Sm90Config(shape(64, 64, 256 // size), schedule="pingpong", realign=True),
+        )
+        for (a, b), config in zip(majors, configs, strict=True):
+            for tail in ("", ".align1"):
+                if (a, b, tail) == ("row", "col", ""):
+                    continue  # nothing to copy
+                found[f"{dtype}-copied-{a}-{b}{tail}"] = KernelSpec(
+                    a=f"{dtype}.{a}{tail}",
+                    b=f"{dtype}.{b}{tail}",
+                    d=f"f32.row{tail}",
+                    epilogue=plain if dtype == "i8" else elementwise,
+                    inputs=_inputs(plain if dtype == "i8" else elementwise, tail),
+                    config=config,
+                )
+    split = co.Sm90Config(shape(64, 64, 32), schedule="warp_specialized", split_k=4, realign=True)
+    found["tf32-copied-split_k"] = KernelSpec(a="tf32.col", b="tf32.row", d="f32.row", epilogue=plain, config=split)
+    return found
+
+
+def _of_integers() -> dict[str, KernelSpec]:
+    """Return kernels whose D is INT8 or INT32, stored by TMA or element by element, and as D^T."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    sm80 = co.Sm80Config(shape(64, 128, 64), co.WarpShape(32, 64, 64), co.InstructionShape(16, 8, 32), stages=3)
+    configs: dict[str, tuple[str, Any]] = {
+        "pingpong": ("", co.Sm90Config(shape(128, 128, 128), cluster(2, 1), schedule="pingpong")),
+        "cooperative": ("", co.Sm90Config(shape(256, 128, 128), cluster(1, 2), schedule="cooperative")),
+        "side_by_side": ("", co.Sm90Config(shape(192, 128, 128), schedule="cooperative")),
+        "swapped": ("", co.Sm90Config(shape(64, 16, 256), schedule="pingpong", swap_ab=True)),
+        "odd": (".align1", co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized")),
+        "odd-swapped": (".align1", co.Sm90Config(shape(64, 16, 256), schedule="warp_specialized", swap_ab=True)),
+        "mma_sync": ("", sm80),
+        "mma_sync-odd": (".align1", sm80),
+    }
+    found = {}
+    for d, epilogue in (("i8", requantised), ("i32", plain)):
+        for name, (tail, config) in configs.items():
+            found[f"i8-{d}-{name}"] = KernelSpec(
+                a="i8.row",
+                b="i8.col",
+                d=f"{d}.row{tail}",
+                epilogue=epilogue,
+                inputs=_inputs(epilogue, tail),
+                config=config,
+                target="sm_90" if config is sm80 else None,
+            )
+    tile = KernelSpec(
+        a="i8.row",
+        b="i8.col",
+        d="i8.row",
+        epilogue=elementwise,
+        inputs=_inputs(elementwise),
+        config=co.Sm90Config(shape(128, 128, 128), schedule="pingpong"),
+    )
+    return found | {"i8-i8-tile": tile, "i8-i8-tile-mma_sync": replace_config(tile, sm80)}
+
+
+def replace_config(spec: KernelSpec, config: Any) -> KernelSpec:
+    """Return a declaration for another kind of kernel of Hopper."""
+    return KernelSpec(
+        a=spec.a,
+        b=spec.b,
+        d=spec.d,
+        epilogue=spec.epilogue,
+        inputs={i.name: operand for i, operand in spec.typed_inputs},
+        config=config,
+        target="sm_90",
+    )
+
+
 def _inputs(epilogue: Any, tail: str = "", read: str = "f32") -> dict[str, str]:
     taken = {i.name for i in epilogue.graph.inputs}
     return {name: of for name, of in {"bias": read, "scale": read, "r": f"{read}.row{tail}"}.items() if name in taken}
@@ -229,6 +313,17 @@ def whole(*shape: int) -> Tensor:
     return torch.randint(-128, 128, (*others, padded), dtype=torch.int8, device="cuda")[..., :columns]
 
 
+def laid(x: Tensor, major: str, *, aligned: bool = True) -> Tensor:
+    """Return a matrix with lines of a major, which begin at multiples of 16 bytes, or an element further apart."""
+    lines = x if major == "row" else x.t()
+    size = x.element_size()
+    pad = -lines.shape[1] * size % 16 // size if aligned else 1
+    buffer = torch.zeros(lines.shape[0], lines.shape[1] + pad, dtype=x.dtype, device=x.device)
+    buffer[:, : lines.shape[1]] = lines
+    found = buffer[:, : lines.shape[1]]
+    return found if major == "row" else found.t()
+
+
 def exact(x: Tensor, w: Tensor, math: str | None = "tf32") -> Tensor:
     """Return what the Tensor Cores multiply, in float64, which has every sum of INT8."""
     if x.dtype in (torch.int8, torch.float64) or math == "3xtf32":
@@ -249,6 +344,16 @@ def _fp64(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> re
 def _int8(m: int, n: int, k: int, out_dtype: torch.dtype) -> requests.Request:
     bias = torch.randn(n, device="cuda")
     return requests.requested(co.gemm, whole(m, k), whole(n, k).t(), epilogue=bias_relu, bias=bias, out_dtype=out_dtype)
+
+
+def _across(
+    m: int, n: int, k: int, a: str, b: str, out_dtype: torch.dtype, *, aligned: bool = True
+) -> requests.Request:
+    x, w = laid(whole(m, k), a, aligned=aligned), laid(whole(k, n), b, aligned=aligned)
+    if out_dtype is torch.int32:
+        return requests.requested(co.gemm, x, w, out_dtype=out_dtype)
+    bias, scale = torch.randn(n, device="cuda"), torch.rand(m, device="cuda") / k**0.5 / 64
+    return requests.requested(co.gemm, x, w, epilogue=requantised, bias=bias, scale=scale, out_dtype=out_dtype)
 
 
 def _batches(x: Tensor, w: Tensor, math: str | None) -> requests.Request:
@@ -277,6 +382,13 @@ CALLS: dict[str, Callable[[], requests.Request]] = {
     "i8 several tiles": lambda: _int8(333, 512, 4096, torch.float32),
     "i8 odd": lambda: _int8(129, 251, 1037, torch.float16),
     "i8 small": lambda: _int8(17, 33, 16, torch.float32),
+    "tf32 copied": lambda: _fp32(2048, 1024, 1024, "col", "row"),
+    "tf32 copied odd": lambda: _fp32(2049, 1031, 1037, "row", "row", aligned=False),
+    "i8 across K": lambda: _across(333, 512, 1024, "col", "row", torch.int32),
+    "i8 across K, odd": lambda: _across(129, 251, 1037, "row", "row", torch.int32, aligned=False),
+    "i8 along K, odd": lambda: _across(65, 33, 77, "row", "col", torch.int8, aligned=False),
+    "i8 to i8": lambda: _across(333, 512, 4096, "row", "col", torch.int8),
+    "i8 to i8, odd": lambda: _across(129, 251, 1040, "col", "col", torch.int8),
     "i8 batches": lambda: _batches(whole(3, 65, 144), whole(3, 72, 144).mT, None),
 }
 

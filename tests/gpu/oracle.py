@@ -36,17 +36,84 @@ def error(x: Tensor, wanted: Tensor) -> float:
     return (x.double() - wanted).norm().item() / (scale or 1.0)
 
 
-def assert_close(x: Tensor, wanted: Tensor, eager: Tensor | None = None) -> None:
-    """Require at most twice the error of PyTorch's own result.
+# What the Tensor Cores' sums may be off by, relative to the norm of a result. Of FP8: docs/fp8.md. Of TF32, also what
+# operands halfway between two of its numbers are rounded to. Sums of INT8 are exact, but the epilogue is in FP32.
+_SIXTEEN_BITS, _FP8 = 2e-5, 2.0**-9
+SUMS = {"bf16": _SIXTEEN_BITS, "f16": _SIXTEEN_BITS, "e4m3": _FP8, "e5m2": _FP8}
+SUMS |= {"tf32": 5e-5, "i8": 5e-5, "tf32x3": 2e-6, "f64": 1e-14}
+# How much farther off than the norm allows on average may a single element be?
+_WORST = 8
 
-    Without one, the bound is that of a single rounding to the dtype, with room for FP32 sums. PyTorch's result may be
-    exact by luck on tiny problems, so its error counts as at least a quarter of one rounding.
+
+def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: Tensor | None = None) -> str | None:
+    """Say why a result is not within its bound: one rounding to its dtype, and sums that are not exact.
+
+    NaN and infinities must be where the exact result, rounded to the dtype, has them.
+
+    Parameters
+    ----------
+    found : Tensor
+        The result.
+    wanted : Tensor
+        The exact one in float64, of the same shape.
+    sums : float
+        What sums may be off by, relative to the norm of the result: see :data:`SUMS`. With 0, each element must be the
+        exact one, rounded once.
+    moved : Tensor, optional
+        How far each element moves if its sum is off by that much, where sums may be much larger than results.
+
+    Returns
+    -------
+    str or None
+        None if it is within the bound.
     """
-    unit = torch.finfo(x.dtype).eps
-    found = error(x, wanted)
-    allowed = 2 * max(error(eager, wanted), unit / 4) if eager is not None else max(unit, 2e-5)
-    assert found <= allowed, f"error {found:.3e}, allowed {allowed:.3e}"
+    if found.shape != wanted.shape:
+        return f"the shape is {tuple(found.shape)} and not {tuple(wanted.shape)}"
+    about = torch.finfo(found.dtype)
+    x = found.double()
+    # To FP8 by way of FP32, since not every version of PyTorch converts FP64 to it on a GPU.
+    stored = reference.rounded(wanted if about.bits > 8 else wanted.float(), found.dtype).double()
+    finite = stored.isfinite() & x.isfinite()
+    # What rounds to the largest number or to infinity may do the other. FP8 has no infinities here: it saturates.
+    near_the_end = (wanted.abs() / about.max - 1).abs() < (_WORST * (about.eps + sums) if about.bits > 8 else 0.0)
+    alike = (finite & bool(sums)) | (x == stored) | (x.isnan() & stored.isnan()) | near_the_end
+    saturated = stored.where(wanted.abs() > about.max, wanted)
+    difference, size = ((y.where(finite, 0.0)) for y in (x - saturated, saturated))
+    slack = torch.zeros_like(size) if moved is None else moved.abs().where(finite, 0.0)
+    parts = [each for y in (difference, size, slack) for each in (y.norm(), y.abs().amax() if y.numel() else y.sum())]
+    wrong, *numbers = torch.stack([(~alike).sum().double(), *parts]).tolist()
+    if wrong:
+        what = "are NaN or infinite, or should be" if sums else "are not the exact ones"
+        return f"{int(wrong)} of {found.numel()} elements {what}"
+    off, worst, norm, largest, slack_norm, most_slack = numbers
+    step = about.smallest_normal * about.eps  # below the normal numbers
+    allowed = (about.eps + sums) * norm + slack_norm + step * found.numel() ** 0.5
+    if not off <= allowed:
+        return f"error {off:.3e}, allowed {allowed:.3e}, of {norm:.3e}"
     # A few wrong elements hardly move the norm: none may be far off.
+    allowed = _WORST * ((about.eps + sums) * largest + most_slack + step)
+    if not worst <= allowed:
+        return f"an element is off by {worst:.3e}, allowed {allowed:.3e}, of {largest:.3e}"
+    return None
+
+
+def assert_within(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS) -> None:
+    """Require a result within its bound: see :func:`why_not`."""
+    why = why_not(found, wanted, sums)
+    assert why is None, why
+
+
+def assert_close(x: Tensor, wanted: Tensor, eager: Tensor | None = None) -> None:
+    """Require at most twice the error of PyTorch's own result; without one, the bound of :func:`why_not`.
+
+    PyTorch's result may be exact by luck on tiny problems, so its error counts as at least a quarter of one rounding.
+    """
+    if eager is None:
+        assert_within(x, wanted)
+        return
+    unit = torch.finfo(x.dtype).eps
+    found, allowed = error(x, wanted), 2 * max(error(eager, wanted), unit / 4)
+    assert found <= allowed, f"error {found:.3e}, allowed {allowed:.3e}"
     scale = max(wanted.abs().max().item(), 1e-30)
     worst = (x.double() - wanted).abs().max().item()
-    assert worst <= max(8 * unit, 1e-4) * scale, f"an element is off by {worst:.3e} of {scale:.3e}"
+    assert worst <= max(_WORST * unit, 1e-4) * scale, f"an element is off by {worst:.3e} of {scale:.3e}"

@@ -10,7 +10,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
 def matrix(rows: int, cols: int, dtype: str, major: str = "row", *, aligned: bool = True) -> Tensor:

@@ -20,7 +20,7 @@ PAIRS = list(itertools.product((E4M3, E5M2), repeat=2))
 # One row, one more than a tile's, several tiles; K beyond whole steps of the main loop; an N that TMA cannot store.
 SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 4096), (129, 250, 1040)]
 # What the Tensor Core keeps of a sum, relative to the norm of the result (docs/fp8.md).
-SUMS = 2.0**-9
+SUMS = oracle.SUMS["e4m3"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,7 @@ def draw(rows, k, dtype):
 
 
 def assert_close(found, wanted):
-    unit = torch.finfo(found.dtype).eps
-    assert oracle.error(found, wanted) <= unit + SUMS
-    worst = (found.double() - wanted).abs().max().item()
-    assert worst <= 8 * (unit + SUMS) * max(wanted.abs().max().item(), 1e-30)
+    oracle.assert_within(found, wanted, SUMS)
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
@@ -100,6 +97,21 @@ def test_every_kernel_that_a_weight_may_need_is_right(m):
     for spec in decision.specs[:6]:
         found = co.build(spec)(x, w.t(), **inputs)
         assert_close(found, wanted)
+
+
+def test_no_flag_of_ptxas_is_left_that_gives_a_register_its_former_value():
+    """Before such flags were cleared, this kernel's D was zero in four columns of 192, in every second eight rows."""
+    m, n, k = 512, 768, 1024
+    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
+    op = scaled_op(False, False, None)
+    inputs = {"scale_a": scale_x.amax(), "scale_b": scale_w.amax()}
+    call = check_call(op.graph, x, w.t(), inputs, None, None, math="fast")
+    device = device_of(x.device)
+    tile = co.ThreadblockShape(128, 192, 128)
+    config = co.Sm90Config(tile, cluster=co.ClusterShape(2, 1), schedule="pingpong")
+    found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
+    wanted = x.double() @ w.double().t() * scale_x.amax().double() * scale_w.amax().double()
+    assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])

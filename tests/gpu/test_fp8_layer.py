@@ -394,6 +394,7 @@ def test_a_layer_is_as_near_bf16_as_dynamic_scales_of_rows(bench, layers, m):
     assert bench.block.error(compiled.y, y.double()) <= 0.02
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_no_kernel_of_a_layer_only_normalises_activates_or_quantises(bench, layers):
     """Four GEMMs and attention; what PyTorch's compiler makes besides is on the way from QKV to O."""
     profile = script("profile_layer")

@@ -5,9 +5,10 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.base import mma
 from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run import named, ops
+from cutlass_ops.run import named, ops, reference
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op
 from cutlass_ops.run.registry import Registry
@@ -34,6 +35,10 @@ SIZES = {
 }
 
 
+# Inputs with a line for each row of x.
+OF_ROWS = ("COL", "TILE", "BLOCKS_A")
+
+
 def normal(*shape, dtype=BF16, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
@@ -50,13 +55,16 @@ def exact(graph, x, w, sizes, inputs):
         given = {}
         for declared in graph.inputs:
             value = inputs[declared.name]
-            if declared.kind.name == "PRODUCT" or (declared.kind.name == "ROW" and value.ndim == 2):
+            if declared.kind.name in ("PRODUCT", "BLOCKS_B") or (declared.kind.name == "ROW" and value.ndim == 2):
                 value = value[expert]
-            elif declared.kind.name in ("COL", "TILE"):
+            elif declared.kind.name in OF_ROWS:
                 value = value[rows]
             given[declared.name] = value
         if size:
-            for name, value in oracle.exact(graph, x[rows], w[expert], given).items():
+            a, b = x[rows], w[expert]
+            if graph.block_scales:
+                a, b = reference.dequantised(a, b, *(given[name].double() for name in graph.block_scales))
+            for name, value in oracle.exact(graph, a, b, given).items():
                 found[name].append(value)
     return {name: torch.cat(values) if values else None for name, values in found.items()}
 
@@ -73,22 +81,26 @@ class Framed:
         self.out = self.buffer[self.GUARD : self.GUARD + rows, step : step + columns]
 
     def assert_only(self, rows):
-        """Require that the first rows alone were written."""
-        stray = (~self.buffer.isnan()).sum() - (~self.out[:rows].isnan()).sum()
+        """Require that the first rows alone were written, or those of a tensor of numbers."""
+        own = self.out[:rows] if isinstance(rows, int) else self.out[rows]
+        stray = (~self.buffer.isnan()).sum() - (~own.isnan()).sum()
         assert stray == 0, f"the kernel wrote {int(stray)} elements outside of the groups"
 
 
 def operands(spec, rows, experts, n, k):
     """Draw x and w of a kernel's types, with lines longer than the extents."""
     dtype = tensors.DTYPES[spec.a.dtype.name]
-    x = normal(rows, k + 8, dtype=dtype, scale=k**-0.25)[:, :k]
+    line = 16 // dtype.itemsize
+    x = normal(rows, k + line, dtype=dtype, scale=k**-0.25)[:, :k]
     inner, outer = (n, k) if spec.b.major == "row" else (k, n)
-    w = normal(experts, outer, -(-inner // 8) * 8 + 8, dtype=dtype, scale=k**-0.25)[..., :inner]
+    w = normal(experts, outer, -(-inner // line) * line + line, dtype=dtype, scale=k**-0.25)[..., :inner]
     return x, w if spec.b.major == "row" else w.mT
 
 
 def inputs_of(spec, rows, experts, n, k):
-    shapes = {"ROW": (experts, n), "COL": (rows,), "TILE": (rows, n)}
+    shapes = {"ROW": (experts, n), "COL": (rows,), "TILE": (rows, n), "BLOCKS_A": (rows, mma.blocks(k))}
+    if spec.b.scaling is not None:
+        shapes["BLOCKS_B"] = (experts, -(-n // spec.b.transposed.scaling[0]), mma.blocks(k))
     found = {}
     for declared, operand in spec.typed_inputs:
         dtype = tensors.DTYPES[operand.dtype.name]
@@ -103,9 +115,15 @@ def inputs_of(spec, rows, experts, n, k):
     return found
 
 
+def extent_of_k(spec, k):
+    """Return a K of whole pieces of 16 bytes, and of several blocks if they have scales."""
+    k += 2 * mma.BLOCK_K if spec.epilogue.block_scales else 0
+    return -(-k * spec.a.dtype.bytes // 16) * 16 // spec.a.dtype.bytes
+
+
 def run(spec, sizes, n, k, unused=0, shared=()):
     """Run a kernel into framed outputs, and compare all of them with float64."""
-    used = sum(sizes)
+    used, k = sum(sizes), extent_of_k(spec, k)
     rows = max(1, used + unused)
     x, w = operands(spec, rows, len(sizes), n, k)
     x[used:] = torch.nan
@@ -171,8 +189,8 @@ FALSE = {
 @pytest.mark.parametrize("name", SPECS)
 def test_false_offsets_reach_nothing_outside(name, offsets):
     spec, rows, n = SPECS[name], 300, 136
-    x, w = operands(spec, rows, len(offsets), n, 72)
-    inputs = inputs_of(spec, rows, len(offsets), n, 72)
+    x, w = operands(spec, rows, len(offsets), n, 80)
+    inputs = inputs_of(spec, rows, len(offsets), n, 80)
     types = (spec.d, *spec.outputs)
     framed = [Framed(rows, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
     names = [o.name for o in spec.epilogue.outputs]
@@ -218,6 +236,107 @@ def test_kernels_in_a_row_wait_for_each_other(name):
         kernel(x, up, ends, out=wide)
         torch.cuda.synchronize()
         assert torch.equal(out, kernel(wide, down, ends))
+
+
+# ---- Groups with room for as many rows each --------------------------------------------------------------------------
+
+COUNTS = {
+    "ragged": [5, 0, 130, 64, 1, 0, 77],
+    "full": [130] * 3,
+    "all empty": [0, 0, 0],
+    "the last one alone": [0] * 140 + [70],
+    "a row each": [1] * 90,
+    "beyond their room": [-5, 131, 2147483647, -2147483648, 1 << 30, 3],
+}
+
+
+def run_with_room(spec, counts, room, n, k, shared=()):
+    """Run a kernel into framed outputs of groups with room, and compare all of them with float64."""
+    groups, sizes, k = len(counts), [min(max(count, 0), room) for count in counts], extent_of_k(spec, k)
+    used = torch.cat([group * room + torch.arange(size) for group, size in enumerate(sizes)]).cuda()
+    x, w = operands(spec, groups * room, groups, n, k)
+    for group, size in enumerate(sizes):
+        x[group * room + size : (group + 1) * room] = torch.nan
+    inputs = inputs_of(spec, groups * room, groups, n, k)
+    inputs |= {name: inputs[name][0] for name in shared if name in inputs}
+    of_rows = {i.name for i in spec.epilogue.inputs if i.kind.name in OF_ROWS}
+    given = {name: x.unflatten(0, (groups, room)) if name in of_rows else x for name, x in inputs.items()}
+    # Scales of blocks may lie as DeepGEMM has them, by columns.
+    given |= {i.name: given[i.name].mT.contiguous().mT for i in spec.epilogue.inputs if i.kind.name == "BLOCKS_A"}
+    types = (spec.d, *spec.outputs)
+    framed = [Framed(groups * room, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
+    names = [o.name for o in spec.epilogue.outputs]
+    out = {name: f.out.unflatten(0, (groups, room)) for name, f in zip(names, framed, strict=True)}
+    ends = torch.tensor(counts, device="cuda", dtype=torch.int32)
+    co.build(spec)(x.unflatten(0, (groups, room)), w, ends, *given.values(), out=out)
+    own = {name: value[used] if name in of_rows else value for name, value in inputs.items()}
+    wanted = exact(spec.epilogue, x.double()[used], w, sizes, own)  # FP8 has no indices
+    for name, f in zip(names, framed, strict=True):
+        f.assert_only(used)
+        if len(used):
+            oracle.assert_close(f.out[used], wanted[name])
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("name", SPECS)
+def test_every_kernel_serves_groups_with_room(name, counts):
+    run_with_room(SPECS[name], counts, room=130, n=136, k=72)
+
+
+@pytest.mark.parametrize("room", [1, 7, 64, 1000])
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith(("plain", "vectors", "inputs"))])
+def test_rooms(name, room):
+    run_with_room(SPECS[name], [room, 0, room // 2, 1], room, n=136, k=72, shared=("bias",))
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith(("tiles", "registers"))])
+def test_odd_columns_of_groups_with_room(name):
+    run_with_room(SPECS[name], COUNTS["ragged"], room=130, n=131, k=72)
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n.endswith("vectors")])
+def test_more_than_a_thousand_groups_with_room(name):
+    generator = torch.Generator().manual_seed(1)
+    run_with_room(SPECS[name], torch.randint(0, 6, (1500,), generator=generator).tolist(), room=5, n=72, k=64)
+
+
+@pytest.mark.parametrize("name", ["grouped-pingpong-plain", "grouped-swapped-plain"])
+def test_counts_change_between_replays(name):
+    spec, (groups, room, n) = SPECS[name], (9, 130, 136)
+    x, w = normal(groups, room, 72, scale=0.3), normal(groups, n, 72, scale=0.3).mT
+    kernel, counts = co.build(spec), torch.zeros(groups, device="cuda", dtype=torch.int32)
+    out = torch.empty(groups, room, n, device="cuda", dtype=BF16)
+    kernel(x, w, counts, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, w, counts, out=out)
+    wanted = x.double() @ w.double()
+    for sizes in ([130] * 9, [0] * 8 + [64], [0] * 9, [1, 0, 128, 5, 0, 0, 64, 65, 130]):
+        counts.copy_(torch.tensor(sizes))
+        out.fill_(torch.nan)
+        graph.replay()
+        for group, size in enumerate(sizes):
+            assert out[group, size:].isnan().all()
+            if size:
+                oracle.assert_close(out[group, :size], wanted[group, :size])
+
+
+@pytest.mark.parametrize("name", ["grouped-pingpong-plain", "grouped-swapped-plain"])
+def test_a_kernel_refuses_groups_whose_rooms_do_not_follow_each_other(name):
+    x, w, out = normal(3, 40, 64), normal(3, 136, 64).mT, normal(3, 40, 136)
+    counts = torch.tensor([40, 0, 3], device="cuda", dtype=torch.int32)
+
+    def refused(x, out):
+        status = co.build(SPECS[name]).loaded.launch(x, w, out, counts, 0, 1, None)
+        torch.cuda.synchronize()
+        return refusal(status) if status else None
+
+    assert refused(x, out) is None
+    assert refused(x[:2], out) == (0, Reason.SHAPE)
+    assert refused(normal(3, 80, 64)[:, :40], out) == (0, Reason.MAJOR)
+    assert refused(x, normal(3, 80, 136)[:, :40]) == (2, Reason.MAJOR)
+    assert refused(x, out.flatten(0, 1)) == (2, Reason.SHAPE)
+    assert refused(x[:, :39].contiguous(), out) == (2, Reason.SHAPE)
 
 
 # ---- Refusals of kernels, which a warm call relies on ----------------------------------------------------------------
@@ -305,6 +424,7 @@ def built():
             wanted.append(chosen(routed, rows, experts, n, k, dtype, turned=turned))
             wanted += [chosen(None, rows, experts, n, k, dtype, out, turned=turned) for out in (dtype, torch.float32)]
     wanted.append(chosen(None, 96, 3, 144, 64, BF16, torch.float8_e4m3fn))
+    wanted.append(chosen(None, 8 * 12, 8, 136, 64))
     Registry.current().kernels(dict.fromkeys(wanted))
 
 
@@ -438,3 +558,36 @@ def test_a_compiled_program():
         found = compiled(x, w, torch.tensor(sizes, device="cuda"), bias)
         wanted = exact(named.gemm_bias.graph, x * 2, w, sizes, {"bias": bias})["d"]
         oracle.assert_close(found, wanted)
+
+
+@pytest.mark.usefixtures("built")
+def test_calls_with_room():
+    w, counts = normal(8, 136, 64, scale=0.3).mT, torch.tensor([12, 0, 3, 12, 1, 7, 0, 12], device="cuda").int()
+    x, out = normal(8, 12, 64, scale=0.3), torch.full((8, 12, 136), torch.nan, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        for _ in range(2):
+            co.grouped_gemm_masked(x, w, counts, expected_rows=12, out=out)
+    wanted = x.double() @ w.double()
+    for group, size in enumerate(counts.tolist()):
+        assert out[group, size:].isnan().all()
+        if size:
+            oracle.assert_close(out[group, :size], wanted[group, :size])
+
+
+@pytest.mark.parametrize("of_w", [128, 1], ids=["128x128", "128x1"])
+def test_a_call_with_scales_of_blocks(of_w):
+    """Groups that follow each other, and with room: one kernel serves both."""
+    n, k, sizes = 264, 400, [30, 0, 66]
+    x = normal(96, k).to(torch.float8_e4m3fn)
+    w = normal(3, n, k).to(torch.float8_e5m2).mT
+    scale_a = torch.rand(96, mma.blocks(k), device="cuda") + 0.1
+    scale_b = torch.rand(3, -(-n // of_w), mma.blocks(k), device="cuda") + 0.1
+    inputs = {"scale_a": scale_a, "scale_b": scale_b}
+    wanted = exact(composed.scaled_blocks.graph, x, w, sizes, inputs)["d"]
+    oracle.assert_close(co.scaled_grouped_gemm(x, w, offsets_of(sizes), scale_a, scale_b), wanted)
+    counts = torch.tensor([30, 0, 32], device="cuda", dtype=torch.int32)
+    room = x.view(3, 32, k), w, counts, scale_a.view(3, 32, -1), scale_b
+    found = co.scaled_grouped_gemm_masked(*room, expected_rows=32)
+    oracle.assert_close(found[0, :30], wanted[:30])
+    of_last = {"scale_a": scale_a[64:], "scale_b": scale_b[2:]}
+    oracle.assert_close(found[2], exact(composed.scaled_blocks.graph, x[64:], w[2:], [32], of_last)["d"])

@@ -42,7 +42,7 @@ def drawn(names):
     shapes = {"bias": (EXPERTS, N), "weight": (ROWS,), "residual": (ROWS, N), "alpha": ()}
 
     def normal(*shape, scale=1.0):
-        return (torch.randn(*shape, device="cuda") * scale).to(BF16)
+        return (torch.randn(shape, device="cuda") * scale).to(BF16)
 
     given = {"x": normal(ROWS, K), "w": normal(EXPERTS, N, K, scale=0.1).mT}
     given |= {name: normal(EXPERTS, N, K, scale=0.1).mT if name == "up" else normal(*shapes[name]) for name in names}

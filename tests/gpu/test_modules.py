@@ -11,7 +11,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import Row, builtin, epilogue, functions
 from cutlass_ops.run import backward
 from cutlass_ops.run.chained import chain
-from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, step
+from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, packaged, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -234,3 +234,11 @@ def test_double_backward_computes_again():
     )
     for a, b in zip(found, exact, strict=True):
         assert (a - b).norm() <= 0.03 * b.norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_of_aotinductors_needs_only_this_library(tmp_path):
+    module = nn.Sequential(made("swiglu", BF16, "cuda"), made("rmsnorm", BF16, "cuda"))
+    found, x = packaged(module, "cuda", tmp_path)
+    with torch.no_grad():
+        assert (found - module(x)).norm() <= 0.01 * found.norm()

@@ -58,6 +58,25 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     assert len(rounds) == 6
 
 
+GROUPED = ["grouped-pingpong-plain", "grouped-swapped-inputs", "grouped-pingpong-gated", "grouped-rows-blocks"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_kernels_of_groups_race_over_all_spreads(name):
+    spec, problem, rounds = kernels.grouped()[name], Problem(40, 136, 400, 7), []
+    entrant, loaded = Ordered(spec.config), Registry.current().kernel(spec)
+    trial = Trial(OpSignature.of(spec), problem, DEVICE)
+    assert trial.admit(entrant, loaded) is None
+    trial.rehearse(entrant)
+    trial.admit_peers()
+    measured, peers = trial.race(3, lambda: rounds.append(1))
+    assert [m.ordered for m in measured] == [entrant]
+    assert 1 < measured[0].microseconds < 1000
+    assert (peers, len(rounds)) == ((), 3)
+    one = Trial(OpSignature.of(spec), problem, DEVICE, spreads=("one",))
+    assert one.admit(entrant, loaded) is None
+
+
 def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
     trial, rounds = Trial(signature_of(spec), Problem(1024, 4096, 4096), DEVICE), []
     assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None

@@ -282,7 +282,7 @@ def test_a_signature_says_that_there_are_batches_and_how_they_are_aligned():
 
 def test_no_copies_are_spared_where_none_are_made():
     config = Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32))
-    timer = Sm80Timer.of([config], Traits(2, 2, alignments=(1, 1)))
+    timer = Sm80Timer.of([config], Traits(2, 2, alignments=(1, 1), copied=(True, True)))
     one, two, eight = (timer.times([Problem(64, 64, 63, count)], H100)[0].item() for count in (1, 2, 8))
     assert 2 * one < two == pytest.approx(eight)
 

@@ -74,6 +74,36 @@ def test_fp8_is_checked_against_float64(groups):
     torch.testing.assert_close(narrow.float() * scale[:, None], matrix, rtol=2**-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_blocks_are_checked_against_float64(groups):
+    first, _ = BENCH.draw_blocks(BENCH.Case(6, 40, groups), 200, 272, 2, "cpu")
+    assert (first.scale_a.shape, first.scale_b.shape) == ((40, 3), (6, 2, 3))
+    found = BENCH.our_narrow(first)
+    assert BENCH.narrow_errors(first, {"ours": found})["ours"] <= 2.0**-7
+    other = BENCH.Narrow(first.x, first.w, first.offsets, first.scale_a, first.scale_b.flip(1), first.out)
+    assert BENCH.narrow_errors(other, {"ours": found})["ours"] > 2.0**-7
+    matrix = torch.randn(200, 272)
+    narrow, scale = BENCH.in_blocks(matrix, 128)
+    torch.testing.assert_close(BENCH.stands_for(narrow, scale).float(), matrix, rtol=2**-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_experts_with_room_have_the_same_rows(groups):
+    case = BENCH.Case(6, 40, groups)
+    first, second = BENCH.draw_padded(case, 16, 32, 2, "cpu")
+    assert (first.x.shape, int(first.counts.sum())) == ((6, BENCH.room(case), 32), 40)
+    assert first.rows.w.data_ptr() == second.rows.w.data_ptr()
+    first.out.fill_(torch.nan)
+    found = BENCH.without_room(first, BENCH.our_padded(first))
+    assert BENCH.exact_errors("none", first.rows, {"ours": found})["ours"] <= 2.0**-7
+    assert int((~first.out.isnan()).sum()) == found.numel()
+
+
+def test_rooms_that_no_memory_has_are_left_out():
+    assert BENCH.fits(BENCH.Case(8, 32768, "balanced"))
+    assert not BENCH.fits(BENCH.Case(256, 32768, "one_hot"))
+
+
 def test_sets_rotate_through_the_experts():
     sets = BENCH.draw(BENCH.Case(6, 40, "one_hot"), 16, 32, 3, "cpu")
     assert len({tuple(x.offsets.tolist()) for x in sets}) == 3

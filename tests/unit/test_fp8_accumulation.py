@@ -10,6 +10,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import signature_from_json, signature_to_json
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import accumulation, call_at, signature_of
+from cutlass_ops.run.requests import requested
 from cutlass_ops.tools.explaining import explain_call
 
 E4M3 = torch.float8_e4m3fn
@@ -53,6 +54,24 @@ def test_names_are_those_of_ops_and_compiled_functions():
         compiled = torch.compile(lambda a, b, n=name: co.scaled_gemm(a, b, 1.0, 1.0, math=n), backend="eager")
         assert torch.equal(compiled(X, W.t()), wanted)
     assert co.gemm_bias.in_math("fast").about != co.gemm_bias.in_math("promoted").about
+
+
+NORMS = {
+    "rmsnorm_gemm": ((X, W.t()), {"rstd": torch.ones(8)}),
+    "gemm_residual_rms": ((X, W.t(), torch.zeros(8, 16).bfloat16()), {"eps": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_take_names_too(name):
+    function, (arguments, named) = getattr(co, name), NORMS[name]
+    (wanted, *_) = function(*arguments, **named)
+    for math in ("fast", "promoted"):
+        (found, *_) = function(*arguments, **named, math=math)
+        assert torch.equal(found, wanted)
+        assert requested(function, *arguments, **named, math=math).op.math == math
+    with pytest.raises(TypeError, match=f"^{name} takes math 'fast' or 'promoted', for FP8"):
+        function(*arguments, **named, math="tf32")
 
 
 def test_what_is_refused_says_what_to_do():

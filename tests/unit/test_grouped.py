@@ -352,16 +352,19 @@ def test_a_prepared_launch(device):
     close(launch(), x.double() @ w[0].double())
 
 
-def test_groups_are_not_tuned():
-    with pytest.raises(ValueError, match="grouped_gemm multiplies groups of rows, of which no sizes can be measured"):
-        co.tune(grouped_op(), [(512, 64, 64)])
-    assert "tune()" not in explain_call("grouped_gemm", made(builtin.identity.graph, n=72, k=8), H100).why
+def test_a_call_without_measurements_says_how_to_tune():
+    why = explain_call("grouped_gemm", made(builtin.identity.graph, n=72, k=8), H100).why
+    assert "(run cutlass_ops.tune(groups=...) to measure)" in why
 
 
 def test_a_call_of_extents_has_groups():
     call = call_at(mixed.graph, Problem(16, 64, 32, 4), "bf16", "row", "col", form=GROUPED)
     assert call.problem == Problem(64, 64, 32, 4)
     assert call.arguments.inputs["residual"].shape == (64, 64)
+    call = call_at(composed.swiglu.graph, Problem(16, 64, 32, 4), "bf16", "row", "col", form=GROUPED)
+    assert call.arguments.inputs["up"].shape == (4, 32, 64)
+    call = call_at(composed.scaled_blocks.graph, Problem(16, 264, 400, 4), "e4m3", "row", "col", form=GROUPED)
+    assert [call.arguments.inputs[name].shape for name in ("scale_a", "scale_b")] == [(64, 4), (4, 3, 4)]
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 import pytest
 from fake_toolkit import sm80_spec
+from signatures import H100, signature
 
 from cutlass_ops.base import env
+from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.base.session import Session
+from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.run.registry import Registry
 from cutlass_ops.tuner import comparing
 from tests.scripts import script
 
@@ -54,3 +59,21 @@ def test_nothing_is_compiled_in_the_background_of_kernels_that_a_benchmark_waits
     background.wait()
     assert built == []
     assert not env.stand_in()
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_calls_are_served_by_the_kernels_of_a_script_alone(monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "1")
+    small, large = Problem(2, 512, 512), Problem(5, 512, 512)
+    spec, _ = dispatch.choose(signature(), H100, small)
+    other = signature(dtype="f16")
+    with HARNESS.serve_only([spec, spec]):
+        for problem in (small, large):
+            found = dispatch.decide(signature(), H100, problem)
+            assert (found.spec, found.bundled) == (spec, True)
+        assert "bundle" in Registry.current().origin(spec)
+        with pytest.raises(MissingKernelError):
+            Registry.current().kernel(dispatch.choose(other, H100, large)[0])
+    assert not dispatch.decide(signature(), H100, large).bundled
+    assert env.jit_enabled()

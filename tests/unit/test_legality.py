@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops.base.dtypes import f64
+from cutlass_ops.base.dtypes import f64, tf32
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import space
 from cutlass_ops.declare.config import (
@@ -26,8 +26,8 @@ from cutlass_ops.declare.config import (
 )
 from cutlass_ops.declare.form import FORMS, Form
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import composed
+from cutlass_ops.declare.spec import KernelSpec, copied
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
@@ -162,6 +162,7 @@ def cluster(m, n):
 
 MN_MAJOR = {"a": "bf16.col", "b": "bf16.row"}
 TF32 = {"a": "tf32.row", "b": "tf32.col", "instruction": InstructionShape(16, 8, 8)}
+TF32_ACROSS = {"a": "tf32.col", "b": "tf32.row"}
 INT8_90 = {"a": "i8.row", "b": "i8.col"}
 INT8 = {**INT8_90, "instruction": InstructionShape(16, 8, 32), "stages": 3, "threadblock": (128, 128, 64)}
 INT8["warp"] = (64, 64, 64)
@@ -384,6 +385,32 @@ NEIGHBOURS = [
     ("tile_n", sm90(n=48, **INT8_90), sm90(n=40, **INT8_90)),
     ("accumulation", sm90(n=64, k=128, **INT8_90), sm90(n=64, k=128, **INT8_90, accumulation="promoted")),
     ("operand_majors", sm80(**INT8), sm80(**INT8 | {"b": "i8.row"})),
+    (
+        "operand_majors",
+        sm90(64, 64, 128, b="i8.row", a="i8.row", realign=True),
+        sm90(64, 64, 128, a="i8.row", b="i8.row"),
+    ),
+    ("operand_majors", sm90(64, 64, 32, **TF32_ACROSS, realign=True), sm90(64, 64, 32, **TF32_ACROSS)),
+    (
+        "realign",
+        sm90(64, 64, 32, **TF32_ACROSS, realign=True),
+        sm90(64, 64, 32, a="tf32.row", b="tf32.col", realign=True),
+    ),
+    (
+        "batched",
+        sm90(64, 64, 32, **TF32_ACROSS, realign=True),
+        sm90(64, 64, 32, **TF32_ACROSS, realign=True, form="batched"),
+    ),
+    ("whole_lines", sm80(**INT8), sm80(**INT8 | {"a": "i8.row.align8"})),
+    ("integer_d", sm90(n=64, **INT8_90, d="i32.row", epilogue=builtin.identity), sm90(n=64, **INT8_90, d="i32.row")),
+    ("integer_d", sm80(**INT8, d="i32.row", epilogue=builtin.identity), sm80(**INT8, d="i32.row")),
+    ("epilogue_dtypes", sm90(n=64, **INT8_90, d="i8.row"), sm90(d="i8.row")),
+    (
+        "epilogue_dtypes",
+        sm90(n=64, **INT8_90, d="i32.row", epilogue=builtin.identity),
+        sm90(d="i32.row", epilogue=builtin.identity),
+    ),
+    ("stored_lines", sm90(n=16, **INT8_90, d="i8.row"), sm90(n=8, **INT8_90, d="i8.row")),
     ("means_of_rows", sm80(epilogue=rms), sm80(**TF32, epilogue=rms)),
     ("lines", gemv(d="bf16.col.align1"), gemv(a="bf16.col")),
     ("lines", gemv(epilogue=gated, inputs={"r": "bf16.col.align1"}), gemv(b="bf16.col.align4")),
@@ -516,9 +543,11 @@ def of_kind(spec, kind):
     config = OTHER_KINDS[kind]
     if isinstance(config, Sm80Config) and spec.a.dtype is f64:
         config = sm80(**FP64_OF_SM80 | {"target": None}).config
+    if isinstance(config, Sm80Config) and spec.a.dtype is tf32:
+        config = sm80(**TF32, stages=3).config
     if isinstance(config, Sm90Config):
         means = "ahead" if spec.epilogue.gathered else "gathered"
-        config = replace(config, means=means, realign=not (spec.a.aligned and spec.b.aligned))
+        config = replace(config, means=means, realign=any(copied(spec.a, spec.b)))
         if spec.epilogue.quantized is not None:  # whole blocks of 128 columns, of two weights too
             config = replace(config, threadblock=ThreadblockShape(64, 256, 64))
     inputs, outputs = ({x.name: t for x, t in typed} for typed in (spec.typed_inputs, spec.typed_outputs))

@@ -13,6 +13,7 @@ from torch import nn
 import cutlass_ops as co
 from cutlass_ops.nn import epilogues
 from cutlass_ops.run.gated import gated_op
+from tests import modules
 from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
@@ -365,3 +366,11 @@ def test_importing_the_library_does_not_import_its_modules():
         "assert 'transformers' not in sys.modules\n"
     )
     assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_of_aotinductors_needs_only_this_library(tmp_path):
+    module = nn.Sequential(modules.made("swiglu", BF16, "cpu"), modules.made("rmsnorm", BF16, "cpu"))
+    found, x = modules.packaged(module, "cpu", tmp_path)
+    assert (found - module(x)).norm() <= 0.01 * found.norm()

@@ -1,5 +1,7 @@
 """Measurements as points and as arrays: both say the same, and a choice makes no points of tables that ship."""
 
+from dataclasses import replace
+
 import pytest
 from signatures import H100, H200, signature
 
@@ -35,6 +37,8 @@ def test_points_and_arrays_say_the_same():
     assert list(again) == [FIRST, SECOND]
     assert again == (FIRST, SECOND) == again
     assert again != (FIRST,)
+    groups = replace(FIRST, spreads=("even",))
+    assert recorded(groups) == (groups,) != (FIRST,)
     assert hash(again) == hash((FIRST, SECOND))
     assert repr(again) == repr((FIRST, SECOND))
     assert Table(H100.name, 132, signature(), again) == Table(H100.name, 132, signature(), (FIRST, SECOND))
@@ -46,7 +50,7 @@ def test_arrays_of_a_table_that_ships_are_those_of_its_points(path):
     own, read = table.columns, Columns.of(table.points)
     for name in ("problems", "points", "microseconds", "behind", "raced"):
         assert (getattr(own, name) == getattr(read, name)).all()
-    assert own.dates == read.dates
+    assert own.sessions == read.sessions
     for places, values in (("kernels", "configs"), ("places", "orders")):
         mine, theirs = ([getattr(x, values)[at] for at in getattr(x, places)] for x in (own, read))
         assert mine == theirs
@@ -56,7 +60,7 @@ def test_a_part_has_the_points_of_its_measurements():
     columns = columns_of((FIRST, SECOND))
     part = columns.part(columns.behind > 0.2)
     assert part.problems.tolist() == [list(SECOND.problem)]
-    assert part.dates == (SECOND.date,)
+    assert part.sessions == ((SECOND.date, ()),)
     assert part.starts.tolist() == [0, 2]
     assert Recorded(part, [()])[0].measured == SECOND.measured[1:]
 

@@ -69,6 +69,43 @@ def test_a_spread_has_all_rows_and_no_more_groups(spread, experts, mean):
 
 
 @pytest.mark.parametrize("spread", ASSUMED, ids=lambda spread: spread.name)
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (3, 8), (64, 8), (1024, 64), (5000, 7), (100, 1000)])
+def test_groups_are_drawn_as_the_model_takes_them_to_be(spread, rows, groups):
+    sizes = spread.drawn(rows, groups, np.random.default_rng(0))
+    assert (len(sizes), sum(sizes), min(sizes) >= 0) == (groups, rows, True)
+    shares = 1 / np.arange(1, groups + 1)
+    largest = {"equal": -(-rows // groups), "one": rows, "Zipf": rows * shares[0] / shares.sum()}
+    if spread.name in largest:
+        assert abs(max(sizes) - largest[spread.name]) < 1
+    if spread.name == "equal":
+        assert max(sizes) - min(sizes) <= 1
+    assert sizes == spread.drawn(rows, groups, np.random.default_rng(0))
+
+
+def test_every_row_takes_a_group_by_chance():
+    sizes = np.array(ASSUMED[1].drawn(64_000, 64, np.random.default_rng(1)))
+    assert 20 < sizes.std() < 45  # of a mean of 1000: about its root
+
+
+def test_the_group_with_most_rows_may_be_any():
+    zipf = spreads.named(["Zipf"])[0]
+    firsts = {int(np.argmax(zipf.drawn(1000, 16, np.random.default_rng(seed)))) for seed in range(20)}
+    assert len(firsts) > 5
+
+
+def test_spreads_have_names_and_weights_that_add_up():
+    assert spreads.named(()) == ASSUMED
+    assert spreads.in_order(["one", "equal"]) == ("equal", "one")
+    assert spreads.in_order(["one", "equal", "Zipf", "random"]) == ()
+    two = spreads.named(["Zipf", "random"])
+    assert [s.name for s in two] == ["random", "Zipf"]
+    assert [s.weight for s in two] == pytest.approx([0.25, 0.75])
+    for wrong in (["zipf"], ["equal", "all"], "equal"):
+        with pytest.raises(ValueError, match="pass a sequence of some of 'equal', 'random', 'Zipf', 'one'"):
+            spreads.named(wrong)
+
+
+@pytest.mark.parametrize("spread", ASSUMED, ids=lambda spread: spread.name)
 def test_problems_side_by_side_are_spread_as_one_by_one(spread):
     problems = [Problem(mean, 64, 64, experts) for mean in (1, 5, 100) for experts in (1, 6, 200)]
     together = spread.of(Extents.of(problems))

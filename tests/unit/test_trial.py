@@ -7,12 +7,13 @@ import pytest
 import torch
 from signatures import H100, signature
 
+import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import composed
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tuner import timing, trial
@@ -79,7 +80,7 @@ def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(w
     assert found._signature.a.dtype is e4m3
     x = found._sets[0]
     x.inputs[[i.name for i in call.graph.inputs].index("scale_out")][3] = 1e-3  # as one near 0 may be drawn
-    found._wanted = found._exact(x)
+    wanted = found._exact(x)
     names = [o.name for o in call.graph.outputs]
     inputs = dict(zip((i.name for i in call.graph.inputs), x.inputs, strict=True))
     dtypes = {n: o.dtype for n, o in zip(names[1:], x.outputs[1:], strict=True)}
@@ -89,5 +90,40 @@ def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(w
         off = 1.5 if name == wrong else 1.0 if output.dtype.itemsize == 1 else 1 + 2.0**-11
         output.copy_(reference.rounded(results[name].float() * off, output.dtype))
     assert (results["quantized"].float().abs() == 448).any()
-    said = found._wrong()
+    said = found._wrong(wanted)
     assert said is None if not wrong else said.startswith(f"{wrong} is wrong")
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("name", ["i8", "i32", "indices"])
+@pytest.mark.parametrize("does", ["right", "off by one", "nothing"])
+def test_whole_numbers_are_compared_as_they_are(name, does, monkeypatch):
+    """Results of INT8 operands, and indices, which have no NaN to show what was not written."""
+    monkeypatch.setattr(trial.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(trial.torch.cuda, "synchronize", lambda device: None)
+    graph = {"i8": composed.SCALED[True, True].graph, "i32": builtin.identity.graph, "indices": greatest.graph}[name]
+    out = {"i8": torch.int8, "i32": torch.int32, "indices": None}[name]
+    call = call_at(graph, Problem(64, 128, 256), "bf16" if name == "indices" else "i8", "row", "col", out)
+    found = trial.Trial(signature_of(call, H100), call.problem, torch.device("cpu"))
+    monkeypatch.setattr(found, "_watch", SimpleNamespace(add=lambda *_: None))
+
+    def launch(a, b, d, *rest):
+        inputs = dict(zip((i.name for i in graph.inputs), rest, strict=False))
+        outputs = (d, *rest[len(inputs) : len(rest) - 3])
+        results = reference.gemm_reference(a, b, graph, inputs, d_dtype=d.dtype)
+        for output, wanted in zip(outputs, results.values(), strict=True):
+            if does != "nothing":
+                output.copy_(wanted + (does == "off by one"))
+        return 0
+
+    kernel = SimpleNamespace(launch=launch, workspace_size=lambda *_: 0)
+    said = found.admit(Ordered(FIRST), kernel)
+    assert (said is None) == (does == "right")
+    if said is not None and name != "indices":
+        assert said.startswith("d is wrong: ")
+        assert said.endswith(" of its whole numbers are others")
+
+
+@co.epilogue
+def greatest(acc):
+    return {"d": acc, "at": co.e.argmax(acc, dim=1)}

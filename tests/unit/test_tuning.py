@@ -459,8 +459,8 @@ def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch
     monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(SimpleNamespace(measure=measure)))
     a_device(monkeypatch)
 
-    def measure(signature, problem, kernels, *, rounds):
-        assert rounds == SMALL.rounds
+    def measure(signature, problem, kernels, *, rounds, spreads):
+        assert (rounds, spreads) == (SMALL.rounds, ())
         return chip.measure(signature, problem, kernels)
 
     report = tuning.tune(op, [LONG], effort=SMALL, folder=str(tmp_path / "mine"))

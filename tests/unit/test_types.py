@@ -1,7 +1,11 @@
 """The other types of the Tensor Cores: what is served and by which instruction, what is refused, and the reference."""
 
+import json
+import math
 import pickle
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ import cutlass_ops as co
 from cutlass_ops.base import mma, resources
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
-from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.choose import dispatch, policies, space
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
@@ -21,11 +26,13 @@ from cutlass_ops.epilogue.operations import OPS, to_fp32
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.cpp import DOUBLES
 from cutlass_ops.kinds.sm80 import model
-from cutlass_ops.run import reference, requests
-from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.run import plan, reference, requests
+from cutlass_ops.run.call import call_at, check_call, signature_of
+from cutlass_ops.ship.shipping import Kernels, _calls
 from cutlass_ops.tools.explaining import explain_call
 
 L40S = Device((8, 9), 142, "NVIDIA L40S")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -158,11 +165,14 @@ REFUSED = {
         lambda: co.grouped_gemm(A, W.t()[None], torch.tensor([24]), math="tf32"),
         "grouped_gemm takes no math",
     ),
-    "RMSNorm": (lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^rmsnorm_gemm takes no math: .* Convert"),
+    "RMSNorm": (
+        lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"),
+        "^rmsnorm_gemm takes math 'fast' or .* Convert",
+    ),
     "LayerNorm": (lambda: co.layernorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^layernorm_gemm takes no math: "),
     "residual": (
         lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6, math="tf32"),
-        "^gemm_residual_rms takes no math: ",
+        "^gemm_residual_rms takes math 'fast' or 'promoted', for FP8: ",
     ),
     "residual without math": (
         lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6),
@@ -210,28 +220,99 @@ def test_wgmma_serves_tf32_along_k(m):
         assert legality.check(H100.spec(of, config)) == ()
 
 
+MAJORS = [("row", "row"), ("col", "row"), ("col", "col"), ("row", "col")]
+
+
 @pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
-@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("col", "col"), ("row", "col")])
-@pytest.mark.parametrize("problem", [(512, 4096, 4096), (3, 4098, 4098), (77, 4099, 4097)])
-def test_mma_sync_serves_what_wgmma_does_not(device, a, b, problem):
+@pytest.mark.parametrize(("a", "b"), MAJORS)
+@pytest.mark.parametrize("problem", [(512, 4096, 4096), (3, 4098, 4098), (77, 4099, 4097), (4096, 4096, 4097)])
+def test_wgmma_serves_copies_and_mma_sync_operands_as_they_lie(device, a, b, problem):
     of = signature("tf32", a, b, device, problem)
     decision = dispatch.decide(of, device, Problem(*problem))
-    by_wgmma = device is H100 and (a, b) == ("row", "col") and problem[0] == 512
-    assert {c.wgmma for c in decision.kept} == {by_wgmma}
+    along_k = (a, b) == ("row", "col") and problem == (512, 4096, 4096)
+    assert of.realigns == (not along_k)
+    # Where A alone is copied, few numbers of rows are better off without.
+    wanted = {True} if along_k or (a, b, problem[2]) == ("col", "col", 4096) else {False, True}
+    assert {c.wgmma for c in decision.kept} == (wanted if device is H100 else {False})
     for spec in decision.specs:
         assert legality.check(spec) == ()
-        if not by_wgmma:
+        if spec.config.wgmma:
+            assert spec.config.realign == (not along_k)
+        else:
             assert (spec.config.arch, str(spec.config.instruction)) == ("sm80", "16x8x8")
             assert spec.config.stages > 2
 
 
-def test_explain_says_that_wgmma_does_not_read_these_majors():
-    call = call_at(builtin.bias.graph, Problem(512, 4096, 4096), "tf32", "row", "row")
-    said = str(explain_call("gemm", call, H100))
-    assert "mma.sync" in said
-    assert "wgmma reads tf32 along K only, and a is tf32.row and b is tf32.row" in said
-    said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(512, 4096, 4096), "tf32", "row", "col"), H100))
-    assert "wgmma, operands loaded by TMA" in said
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("col", "col")])
+def test_a_copy_is_worth_it_for_many_rows(a, b):
+    """Multiplying takes longer than reading and writing the weight once more, but not for few rows."""
+    of = signature("tf32", a, b)
+    served = {m: dispatch.decide(of, H100, Problem(m, 4096, 4096)).config for m in (16, 32, 2048, 8192)}
+    assert {m: config.wgmma for m, config in served.items()} == {16: b == "col", 32: b == "col", 2048: True, 8192: True}
+    # A by itself has as few elements as it has rows.
+    assert all(config.realign for config in served.values() if config.wgmma)
+
+
+def test_batches_are_not_copied():
+    call = call_at(builtin.bias.graph, Problem(512, 512, 512, 8), "tf32", "row", "row", form=BATCHED)
+    of = signature_of(call, H100)
+    assert {spec.config.arch for spec in dispatch.decide(of, H100, call.problem).specs} == {"sm80"}
+
+
+def test_the_model_of_mma_sync_agrees_with_its_measurements_in_tf32():
+    """It decides whether a copy is worth it."""
+    rows = json.loads((RESULTS / "types_h200.json").read_text())["rows"]
+    h200, ratios = Device((9, 0), 132, "NVIDIA H200"), []
+    for case in ("row,row", "col,row"):
+        # With fewer rows, reading the weight takes longest, for which the model has an H100's memory.
+        for row in (r for r in rows if r["case"] == f"tf32 plain {case}" and r["m"] >= 256):
+            problem = Problem(row["m"], row["n"], row["k"])
+            of = signature("tf32", *case.split(","), h200, problem.extents, builtin.identity.graph)
+            every = policies.policy(of, h200).every(problem)
+            ratios.append(next(c for c in every if not c.config.wgmma).microseconds / (1e3 * row["ours_ms"]))
+    assert len(ratios) == 16
+    assert 0.97 < math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.03
+    assert all(0.85 < ratio < 1.2 for ratio in ratios)
+
+
+def test_times_count_what_is_copied():
+    problem, k_major = Problem(1024, 4096, 4096), signature("tf32", graph=builtin.identity.graph)
+    config = dispatch.decide(k_major, H100, problem).config
+    found = {}
+    for a, b in MAJORS:
+        of = signature("tf32", a, b, graph=builtin.identity.graph)
+        pool = Pool.of([replace(config, realign=of.realigns)], of)
+        found[a, b] = pool.times([problem], H100).item()
+    bandwidth = 2 * 4 / 2500e3  # bytes of an element, read and written, by those of a microsecond
+    wanted = {"col": 0.0, "row": bandwidth * 4096 * 4096}
+    for (a, b), us in found.items():
+        copies = wanted[b] + (bandwidth * 1024 * 4096 if a == "col" else 0.0)
+        assert us == pytest.approx(found["row", "col"] + copies + (2.5 if copies else 0.0))
+
+
+EXPLAINED = {
+    "copied": (
+        (2048, 4096, 4096),
+        "wgmma, operands loaded by TMA: wgmma reads tf32 along K only, and a is tf32.row and b is tf32.row, so b is "
+        "copied to aligned workspace first; pass prepare(b).matrix, which is copied once",
+        "b, 67.1 MB read and written before each GEMM, 56.2 us of the expected time",
+    ),
+    "as it lies": (
+        (16, 4096, 4096),
+        "mma.sync, operands loaded by cp.async or registers: wgmma reads tf32 along K only, and a is tf32.row and b is "
+        "tf32.row; pass prepare(b).matrix, which is copied once",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "unit", "copied"), EXPLAINED.values(), ids=EXPLAINED)
+def test_explain_says_what_is_copied_and_why(problem, unit, copied):
+    found = explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "tf32", "row", "row"), H100)
+    said = found.to_json()["contract"]
+    assert (said["unit"], said.get("copied")) == (unit, copied)
+    along_k = explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "tf32", "row", "col"), H100)
+    assert along_k.to_json()["contract"]["unit"] == "wgmma, operands loaded by TMA"
 
 
 def sm80(k=32, stages=3, instruction=(16, 8, 8), tile=(128, 128), warp=(64, 64)):
@@ -245,6 +326,7 @@ RULES = {
     "lines along M": ("col", "row", sm80(tile=(16, 128), warp=(16, 64)), "short_lines"),
     "the instruction of BF16": ("row", "col", sm80(instruction=(16, 8, 16)), "instruction"),
     "wgmma along M": ("col", "col", co.Sm90Config(co.ThreadblockShape(128, 128, 32)), "operand_majors"),
+    "nothing to copy": ("row", "col", co.Sm90Config(co.ThreadblockShape(128, 128, 32), realign=True), "realign"),
     "GEMV": ("row", "col", co.GemvConfig(), "operand_dtypes"),
 }
 
@@ -253,6 +335,36 @@ RULES = {
 def test_legality(a, b, config, rule):
     spec = co.KernelSpec(a=f"tf32.{a}", b=f"tf32.{b}", d="f32.row", epilogue=relu_bias, config=config)
     assert rule in [violation.rule for violation in co.check(spec)]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("a", "b"), MAJORS[:3])
+def test_sources_of_copies(a, b, swap):
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 32), swap_ab=swap, realign=True)
+    spec = co.KernelSpec(a=f"tf32.{a}", b=f"tf32.{b}.align1", d="f32.row", epilogue=relu_bias, config=config)
+    text = co.source(spec)
+    assert '#include "cutlass_ops/along_k.h"' in text
+    assert "realign.h" not in text
+    assert text.count("copies.add<") == (a == "col") + 1
+    read = {
+        "LayoutA": "RowMajor" if a == "row" else "ColumnMajor",
+        "LayoutB": "RowMajor" if b == "row" else "ColumnMajor",
+    }
+    for name, layout in read.items():
+        assert f"using {name} = cutlass::layout::{layout};" in text
+    # The main loop's layouts are those of the copies.
+    loop = text.partition("using CollectiveMainloop")[2].partition(";")[0]
+    assert ("LayoutA" in loop, "LayoutB" in loop) == (a == "row", b == "col")
+    assert co.KernelSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+def test_a_gate_of_row_major_weights_is_two_gemms_that_choose_for_themselves(m):
+    op = requests.requested(co.gemm_swiglu, A, W.t(), W.t(), math="tf32").op
+    call = call_at(op.graph, Problem(m, 4096, 4096), "tf32", "row", "row")
+    assert dispatch.decide(signature_of(call, H100), H100, call.problem) is None
+    served = [dispatch.decide(signature_of(part, H100), H100, part.problem).config for _, part in op.instead_of(call)]
+    assert [config.copies for config in served] == [m == 4096] * 2
 
 
 def test_means_of_rows_are_of_16_bits():
@@ -377,16 +489,39 @@ def test_scales_dequantise_int8():
 
 
 INT8_REFUSED = {
-    "b along N": (lambda: co.gemm(X, Y.t().contiguous()), ValueError, r"read this type along K only: pass weight\.t"),
-    "K": (
-        lambda: co.gemm(X[:, :40].clone(), Y[:, :40].clone().t()),
+    "batches along N": (
+        lambda: co.gemm(X[None], Y.t().contiguous()[None]),
+        ValueError,
+        r"read this type along K only: pass weights\.mT of contiguous weights \(\.\.\., N, K\)",
+    ),
+    "K of batches": (
+        lambda: co.gemm(X[None, :, :40].clone(), Y[None, :, :40].clone().mT),
         ValueError,
         "pad K of a and b with zeros",
     ),
     "math": (lambda: co.gemm(X, Y.t(), math="tf32"), TypeError, "math='tf32' is of torch.float32 operands"),
     "BF16": (lambda: co.gemm(X, Y.t().bfloat16()), TypeError, "A and B must have the same dtype"),
-    "INT32": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int32), TypeError, "^out_dtype is torch.int32: use"),
-    "INT8": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int8), TypeError, "^out_dtype is torch.int8: use"),
+    "INT32": (
+        lambda: co.scaled_gemm(X, Y.t(), 1.0, 1.0, out_dtype=torch.int32),
+        TypeError,
+        r"^out_dtype is torch\.int32, and the epilogue computes in FP32, .* use one that returns acc and nothing else",
+    ),
+    "INT32 given": (
+        lambda: co.gemm(X, Y.t(), epilogue=relu_bias, bias=torch.zeros(40), out=torch.empty(24, 40).int()),
+        TypeError,
+        r"^out is torch\.int32, and the epilogue computes in FP32",
+    ),
+    "INT64": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int64), TypeError, "^out_dtype is torch.int64: use .* or"),
+    "INT8 of BF16": (
+        lambda: co.gemm(X.bfloat16(), Y.bfloat16().t(), out_dtype=torch.int8),
+        TypeError,
+        r"^out_dtype is torch\.int8: use",
+    ),
+    "a prepared weight's gamma": (
+        lambda: co.prepare(Y.t(), torch.ones(64)),
+        TypeError,
+        r"^w is torch\.int8, and gamma is of weights of 16 bits",
+    ),
     "an input": (lambda: co.gemm_bias(X, Y.t(), Y[:, 0].clone()), TypeError, r"^bias is torch\.int8: use one of"),
     "gradients": (
         lambda: co.gemm_bias(X, Y.t(), torch.zeros(40).requires_grad_()),
@@ -414,6 +549,189 @@ def test_each_device_serves_int8_by_its_own_instruction(device, problem):
         assert legality.check(spec) == ()
     said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "i8", "row", "col"), device))
     assert "accumulated in INT32, and brought to FP32 for the epilogue" in said
+
+
+def test_int8_of_any_layout_is_the_same_to_the_last_bit():
+    wanted = X[:, :43].long() @ Y[:, :43].t().long()
+    for x in (X[:, :43], X[:, :43].clone(), X[:, :43].t().contiguous().t()):
+        for y in (Y[:, :43].t(), Y[:, :43].t().contiguous()):
+            assert torch.equal(co.gemm(x, y, out_dtype=torch.int32).long(), wanted)
+
+
+@pytest.mark.parametrize(("a", "b"), MAJORS)
+@pytest.mark.parametrize("problem", [(1, 4096, 4096), (4096, 4096, 4096), (77, 4099, 4097), (511, 33, 77)])
+def test_hopper_copies_int8_that_does_not_lie_along_k(a, b, problem):
+    of = signature("i8", a, b, problem=problem)
+    decision = dispatch.decide(of, H100, Problem(*problem))
+    for spec in decision.specs:
+        assert spec.config.wgmma
+        assert spec.config.realign == of.realigns
+        assert legality.check(spec) == ()
+    if of.realigns:
+        ampere = signature("i8", a, b, A100, problem)
+        assert dispatch.decide(ampere, A100, Problem(*problem)) is None
+        said = dispatch.unserved("gemm", ampere, A100)
+        assert "copied to such lines on sm_90 alone: pass a row-major a and prepare(b).matrix" in said
+
+
+@pytest.mark.parametrize("element", [torch.int8, torch.float32])
+def test_a_weight_is_laid_along_k_once(element):
+    w = Y[:, :43].t().contiguous().to(element)
+    prepared = co.prepare(w)
+    size = element.itemsize
+    assert (prepared.scale, prepared.folded, prepared.matrix.dtype) == (None, False, element)
+    assert torch.equal(prepared.matrix, w)
+    assert prepared.matrix.stride(0) == 1
+    assert prepared.matrix.stride(1) * size % 16 == 0
+    if element is torch.int8:
+        found = co.scaled_gemm(X[:, :43], prepared, 1.0, 1.0, out_dtype=torch.float32)
+        assert torch.equal(found, co.gemm(X[:, :43], w, out_dtype=torch.float32))
+    else:
+        a, b = signature_of_tensors(torch.empty(8, 44), prepared.matrix[:, :40])
+        assert (str(a), str(b)) == ("tf32.row", "tf32.col")
+
+
+def signature_of_tensors(x, w):
+    call = check_call(builtin.identity.graph, x[:, : w.shape[0]], w, {}, None, None, math="tf32")
+    found = signature_of(call, H100)
+    return found.a, found.b
+
+
+@co.epilogue
+def requantised(acc, scale: co.Scalar, bias: co.Row):
+    return acc * scale + bias
+
+
+def to_int8(x):
+    return x.round().clamp(-128, 127).nan_to_num(nan=0.0).to(torch.int8)
+
+
+def test_results_in_int8_saturate():
+    bias = torch.randn(40)
+    wanted = to_int8((X.double() @ Y.t().double()).float() * 0.01 + bias)
+    found = co.gemm(X, Y.t(), epilogue=requantised, scale=0.01, bias=bias, out_dtype=torch.int8)
+    assert found.dtype is torch.int8
+    assert {-128, 127} < set(found.flatten().tolist())
+    assert (found == wanted).float().mean() > 0.999
+    out = torch.empty(24, 40, dtype=torch.int8)
+    assert co.gemm(X, Y.t(), epilogue=requantised, scale=0.01, bias=bias, out=out) is out
+    assert torch.equal(out, found)
+    compiled = torch.compile(
+        lambda x, y: co.gemm(x, y, epilogue=requantised, scale=0.01, bias=bias, out_dtype=torch.int8),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    assert torch.equal(compiled(X, Y.t()), found)
+
+
+ROUNDED = {
+    0.5: 0,
+    1.5: 2,
+    2.5: 2,
+    -0.5: 0,
+    -1.5: -2,
+    126.5: 126,
+    127.5: 127,
+    -128.5: -128,
+    1e20: 127,
+    -1e20: -128,
+    math.inf: 127,
+    -math.inf: -128,
+    math.nan: 0,
+}
+
+
+def test_int8_rounds_to_nearest_even_and_nan_is_0():
+    given = torch.tensor(list(ROUNDED))
+    zeros = torch.zeros(1, 16, dtype=torch.int8), torch.zeros(len(given), 16, dtype=torch.int8).t()
+    found = co.gemm(*zeros, epilogue=requantised, scale=1.0, bias=given, out_dtype=torch.int8)
+    assert found[0].tolist() == list(ROUNDED.values())
+    assert reference.rounded(given.double(), torch.int8).tolist() == list(ROUNDED.values())
+
+
+def test_results_in_int32_are_the_sums():
+    long = torch.full((2, 131_056), -128, dtype=torch.int8)
+    long[1, 0] = -127
+    found = co.gemm(long, long.t(), out_dtype=torch.int32)
+    assert found.dtype is torch.int32
+    assert found.tolist() == (long.long() @ long.t().long()).tolist()  # of which FP32 has one of four
+    assert torch.equal(co.gemm(X, Y.t(), out_dtype=torch.int32), torch._int_mm(X, Y.t()))
+    out = torch.empty(24, 40, dtype=torch.int32)
+    assert co.gemm(X, Y.t(), out=out) is out
+    assert torch.equal(out, torch._int_mm(X, Y.t()))
+    batches = co.gemm(torch.stack([X, Y[:24]]), Y.t()[None], out_dtype=torch.int32)
+    assert torch.equal(batches, torch.stack([out, torch._int_mm(Y[:24], Y.t())]))
+    compiled = torch.compile(lambda x, y: co.gemm(x, y, out_dtype=torch.int32), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(X, Y.t()), out)
+
+
+def test_explain_names_the_sums():
+    call = call_at(builtin.identity.graph, Problem(512, 512, 512), "i8", "row", "col", torch.int32)
+    said = explain_call("gemm", call, H100).to_json()["contract"]
+    assert said["a, b"] == "i8.row and i8.col, accumulated in INT32, which D is"
+    assert said["d"] == "i32.row, stored by TMA or whole vectors"
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize(
+    ("out", "d", "graph"), [("int8", "i8", builtin.bias.graph), ("int32", "i32", builtin.identity.graph)]
+)
+@pytest.mark.parametrize("problem", [(1, 4096, 4096), (4096, 4096, 4096), (77, 4099, 4112), (511, 33, 80)])
+def test_each_device_stores_integers(device, out, d, graph, problem):
+    of = signature("i8", device=device, problem=problem, graph=graph, out_dtype=getattr(torch, out))
+    assert of.d.dtype.name == d
+    assert {t.dtype.name for t in of.inputs} <= {"bf16"}
+    decision = dispatch.decide(of, device, Problem(*problem))
+    assert decision.specs
+    for spec in decision.specs:
+        assert legality.check(spec) == ()
+        assert co.KernelSpec.from_json(spec.to_json()) == spec
+    # Of a declaration, inputs beside such a D have D's usual type.
+    spec = decision.spec
+    again = co.KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=graph, config=spec.config, target=spec.target)
+    assert {t.dtype.name for t in again.inputs} <= {"bf16"}
+
+
+def test_a_catalogue_names_them():
+    kernels = Kernels(
+        ops=("gemm",), archs=("sm_90a",), dtypes=("i8",), out_dtypes=("int8", "i32"), shapes=("64x4096x4096",)
+    )
+    assert [str(of.d) for of, *_ in _calls(kernels, "gemm")] == ["i8.row", "i32.row"]
+    with pytest.raises(ConfigError, match=r"out_dtypes has 'i64': use f16, .* i8, i32"):
+        Kernels(ops=("gemm",), archs=("sm_90a",), out_dtypes=("i64",), shapes=("64x4096x4096",))
+
+
+def test_sources_of_integer_results():
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 128))
+    by_sm80 = sm80(64, instruction=(16, 8, 32))
+    types = {"a": "i8.row", "b": "i8.col"}
+    text = co.source(co.KernelSpec(**types, d="i32.row", epilogue=builtin.identity, config=config))
+    assert "using ElementD = float;" in text
+    assert "cutlass_ops::BitsOfSums<cutlass_ops::Epilogue<" in text
+    assert "call.result<int32_t, MajorD, AlignmentD, true>()" in text
+    text = co.source(co.KernelSpec(**types, d="i8.row", epilogue=relu_bias, config=config))
+    assert ("BitsOfSums" in text, "using ElementD = int8_t;" in text) == (False, True)
+    text = co.source(co.KernelSpec(**types, d="i32.row", epilogue=builtin.identity, config=by_sm80))
+    assert "using ElementCompute = int32_t;" in text
+    with pytest.raises(ValueError, match=r"^a is i32: use one of"):
+        co.KernelSpec(a="i32.row", b="i8.col", d="i32.row", epilogue=builtin.identity, config=config)
+
+
+def test_copied_operands_are_counted():
+    """Warm and cold, by plans that say how many they copy."""
+    op = co.gemm_bias_relu.in_math("tf32")
+    before = op.copied_operands
+    op(A, W.t().contiguous(), BIAS)  # on the CPU, nothing is copied
+    assert op.copied_operands == before
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 32), realign=True)
+    for a, b, count in (("row", "row", 1), ("col", "row", 2), ("col", "col", 1)):
+        spec = co.KernelSpec(a=f"tf32.{a}", b=f"tf32.{b}", d="f32.row", epilogue=relu_bias, config=config)
+        assert plan.copies_of(spec) == count
+    assert plan.copies_of(replace_config(spec, realign=False)) == 0
+
+
+def replace_config(spec, **fields):
+    return co.KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=spec.epilogue, config=replace(spec.config, **fields))
 
 
 def test_sources_of_int8():

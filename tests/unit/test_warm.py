@@ -339,3 +339,18 @@ def test_functions_are_warm():
         before = op.served_warm
         run()
         assert op.served_warm == before + 1, name
+
+
+def test_copied_operands_are_counted_cold_and_warm(device):
+    config = co.Sm90Config(ThreadblockShape(128, 128, 32), realign=True)
+    types = {"a": "tf32.col", "b": "tf32.row", "d": "f32.row"}
+    kernel = co.build(co.KernelSpec(**types, epilogue=builtin.identity, config=config))
+    x, w = torch.randn(K, M).t(), torch.randn(K, N)
+    for calls in range(1, 4):
+        torch.testing.assert_close(kernel(x, w), x @ w, rtol=1e-2, atol=5e-2)
+        assert (kernel.copied_operands, kernel.served_warm, len(device.launches)) == (2 * calls, calls - 1, calls)
+    op = co.gemm_bias.in_math("tf32")
+    before = op.copied_operands
+    for calls in range(1, 4):
+        op(x.contiguous(), w.t().contiguous().t(), BIAS)
+        assert (op.copied_operands, len(device.launches)) == (before, 3 + calls)

@@ -101,7 +101,7 @@ struct Signature {
   // How the GEMMs of one launch belong together: "dense", one GEMM; "batched", for which A, B and D have one or two leading
   // dimensions of batches; "grouped", for which groups of A's rows each have a matrix of B (E, K, N); or "ragged_k", for which
   // groups of A's columns and B's rows each have a matrix of D (E, M, N). The 32-bit integers `offsets` (E) say where groups
-  // end.
+  // end. With A (E, M, K) and D (E, M, N), the form "grouped" takes how many rows each group has in their place.
   std::string form = "dense";
   // In launch order: a, b, out, then offsets if there are groups, the epilogue's inputs, and its further outputs.
   std::vector<Operand> operands;

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, f64, i8, tf32, tf32x3
+from cutlass_ops.base.dtypes import DType, f32, f64, i8, i32, tf32, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
@@ -37,12 +37,14 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, Sm80Config)
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     assert mma is not None
+    # Where D is the sums themselves, nothing is computed.
+    compute = i32 if spec.d.dtype is i32 else mma.compute
     lowered = lower(spec.epilogue, mma.compute)
     t, w, i = config.threadblock, config.warp, config.instruction
     return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
         "operator": _operator(spec.a.dtype),
         "accumulator": mma.accumulator.cpp,
-        "compute": mma.compute.cpp,
+        "compute": compute.cpp,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",

@@ -16,7 +16,7 @@ from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import doubles
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm90_serves, takes_means
+from cutlass_ops.kinds.serving import sm90_serves, takes_means, whole_lines
 
 # Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest. Operands in two parts
 # take twice as many.
@@ -219,6 +219,14 @@ def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
         )
 
 
+def _whole_lines(spec: KernelSpec, _: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype is i8 and not whole_lines(spec):
+        yield Broken(
+            f"a is {spec.a} and b is {spec.b}, and no test has run narrower loads of i8 than of 16 bytes",
+            advice="pad K with zeros to a multiple of 16" + (", or use an Sm90Config" if sm90_serves(spec) else ""),
+        )
+
+
 def _doubles(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
     why = doubles.why_not(spec.epilogue) if spec.a.dtype is f64 else None
     if why is not None:
@@ -300,6 +308,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("cp_async", "hardware", _cp_async),
     Rule("two_stages", "compiler", _two_stages),
     Rule("whole_sums", "policy", _whole_sums),
+    Rule("whole_lines", "policy", _whole_lines),
     Rule("fp64_epilogue", "policy", _doubles),
     Rule("means_of_rows", "policy", _means),
     Rule("second_weight", "policy", _second_weight),

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, i8, tf32
+from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.kinds import serving
@@ -72,6 +72,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "wgmma": _wgmma(spec),
         "tf32": spec.a.dtype is tf32,
         "integers": spec.a.dtype is i8,
+        # D is the sums themselves: the epilogue takes them as the bits of values that it only moves.
+        "sums": spec.d.dtype is i32,
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
@@ -123,6 +125,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
         "copies": copies,
+        "copier": _copier(spec),
+        "loaded": _loaded(spec),
         "batches_inputs": plain and any(i.kind in (Kind.ROW, Kind.COL) for i in spec.epilogue.inputs),
         "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
         "prepares": takes_means or bool(reductions) or bool(copies) or spec.form == GROUPED,
@@ -151,21 +155,59 @@ def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
 
 
 def _copies(spec: KernelSpec) -> list[dict[str, str]]:
-    """List the operands that are copied to aligned lines ahead of the GEMM, with the bytes that each copy takes."""
+    """List the operands that are copied ahead of the GEMM, as :func:`_copier` says, with the bytes each copy takes."""
     if not _config(spec).realign:
         return []
-    weights = ["b", *spec.epilogue.products]
-    operands = [("a", "MajorA", "problem.m, problem.k")] * (not spec.a.aligned)
-    operands += [(name, "MajorB", "problem.k, problem.n") for name in weights] * (not spec.b.aligned)
-    return [
-        {
-            "operand": name,
-            "element": "ElementA" if name == "a" else "ElementB",
-            "major": major,
-            "bytes": f"cutlass_ops::realigned_bytes<{major}>({extents})",
+    of_a, of_b = copied(spec.a, spec.b)
+    operands = ["a"] * of_a + ["b", *spec.epilogue.products] * of_b
+    return [{"operand": name} | _copy(name, along_k=_loads_along_k(spec)) for name in operands]
+
+
+def _copy(name: str, *, along_k: bool) -> dict[str, str]:
+    """Spell how one operand is copied."""
+    side = "A" if name == "a" else "B"
+    if along_k:
+        lines, major = ("problem.m", "kRow") if name == "a" else ("problem.n", "kCol")
+        bytes_of_copy = f"cutlass_ops::along_k_bytes<sizeof(Element{side})>({lines}, problem.k)"
+        return {"types": f"Major{side}, cutlass_ops::Major::{major}", "bytes": bytes_of_copy}
+    extents = "problem.m, problem.k" if name == "a" else "problem.k, problem.n"
+    return {
+        "types": f"Element{side}, Major{side}",
+        "bytes": f"cutlass_ops::realigned_bytes<Major{side}>({extents})",
+    }
+
+
+def _copier(spec: KernelSpec) -> dict[str, str]:
+    """Name what copies operands: along K if wgmma reads no other lines, and else as they lie."""
+    if _loads_along_k(spec):
+        return {
+            "header": "cutlass_ops/along_k.h",
+            "kernel": "cutlass_ops::AlongK<sizeof(ElementA)>",
+            "type": "cutlass_ops::CopiedAlongK<sizeof(ElementA)>",
+            "reader": "wgmma",
         }
-        for name, major, extents in operands
-    ]
+    return {
+        "header": "cutlass_ops/realign.h",
+        "kernel": "cutlass_ops::Realign",
+        "type": "cutlass_ops::Realigned",
+        "reader": "TMA",
+    }
+
+
+def _loads_along_k(spec: KernelSpec) -> bool:
+    """Whether wgmma reads the operands' types along K only."""
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    return mma is not None and mma.wgmma_k_major_only
+
+
+def _loaded(spec: KernelSpec) -> dict[str, str]:
+    """Spell the layouts in which TMA finds A and B: those of their copies, where they are copied across."""
+    now = loaded(spec.a, spec.b) if _config(spec).realign else (spec.a, spec.b)
+    pairs = {"a": (spec.a, now[0]), "b": (spec.b, now[1])}
+    return {
+        name: f"Layout{name.upper()}" if after.major == before.major else f"cutlass::layout::{layout_of(after)}"
+        for name, (before, after) in pairs.items()
+    }
 
 
 def _parts(output: Output) -> str:
@@ -201,7 +243,8 @@ def _mainloop_options(spec: KernelSpec) -> str:
     if _config(spec).accumulation == "promoted":
         means = ["void", "cutlass_ops::NoRows", "true"]
     if spec.epilogue.block_scales:
-        means.append("cutlass_ops::BlockScales<{}, {}>".format(*footprint.scaled_rows(spec)))
+        blocks = [*map(str, footprint.scaled_rows(spec)), *(["cutlass_ops::GroupedScales"] * (spec.form == GROUPED))]
+        means.append(f"cutlass_ops::BlockScales<{', '.join(blocks)}>")
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]

@@ -35,6 +35,7 @@ _PADDING, _MOST_PADDING = 0.01, 4
 _MOST_REREADS = 5
 
 # Start time in microseconds of the kernel that copies misaligned operands, and its bandwidth in GB/s (read plus write).
+# The kernel that also transposes them, which was not measured, is taken to be as fast: it reads and writes whole lines.
 _REALIGN_START = 2.5
 _REALIGN_BANDWIDTH = 2500.0
 # Extra microseconds per million elements of D that are stored one by one, with neighbouring threads in different rows.

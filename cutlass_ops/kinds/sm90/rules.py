@@ -15,10 +15,19 @@ from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.spec import KernelSpec, copied, loaded
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import d_alone, paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
+from cutlass_ops.kinds.serving import (
+    beside_each_other,
+    d_alone,
+    paired,
+    plain_epilogue,
+    sm80_serves,
+    source_name,
+    takes_means,
+    whole_lines,
+)
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -65,13 +74,13 @@ def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if config.realign and mma is not None and not realigns(mma):
+    if config.realign and mma is not None and not mma.copyable:
         yield Broken(
-            f"realign is True, and a is {spec.a} and b is {spec.b}: elements of {mma.bits} bits are not copied",
+            f"realign is True, and a is {spec.a} and b is {spec.b}: operands of these types are not copied",
             ({"realign": False},),
-            "pad K to a multiple of 16 bytes",
+            "pad K to a multiple of 16 bytes, and use lines along K",
         )
-    if config.realign and spec.a.aligned and spec.b.aligned:
+    if config.realign and not any(copied(spec.a, spec.b)):
         yield Broken(
             f"realign is True, but neither a, {spec.a}, nor b, {spec.b}, has to be copied",
             ({"realign": False},),
@@ -277,9 +286,11 @@ def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
         )
     if config.realign:
+        a, b = loaded(spec.a, spec.b)
+        pad = "" if whole_lines(spec) else "pad the leading dimensions of a and b: "
         yield Broken(
             f"form is {spec.form} and realign is True, and operands are copied to aligned lines for one GEMM",
-            advice="pad the leading dimensions of a and b" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
+            advice=f"{pad}use {a} and {b}" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
         )
 
 
@@ -427,8 +438,8 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
             f"{where}, of whole tiles only, whose columns no two warpgroups share",
             tuple(whole),
         )
-    if spec.b.major != "col":
-        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
+    if not beside_each_other(spec):
+        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use {spec.b.dtype}.col"
     if not plain_epilogue(spec) or not d_alone(spec) or source_name(spec) is not None:
         yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
     tile = config.threadblock

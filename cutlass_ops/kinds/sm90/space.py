@@ -92,9 +92,9 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
 def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
-    Those of several GEMMs, and of integers, do not split K. Substitutes copy operands that TMA cannot read, compute
-    means of A's rows in another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel.
-    Promoted ones, as with scales of blocks, add up each step's sums, for which a tile may take two warpgroups.
+    Those of several GEMMs, and of integers, do not split K. Substitutes copy operands that cannot be read as they lie,
+    compute means of A's rows in another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent
+    kernel. Promoted ones, as with scales of blocks, add up each step's sums, for which a tile may take two warpgroups.
     """
     if signature.promoted:
         if signature.form != DENSE:
@@ -106,7 +106,7 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
         return
     if signature.form != DENSE or signature.a.dtype is i8:
         config = replace(config, split_k=1, scheduler="persistent")
-    elif signature.realigns:
+    if signature.form == DENSE and signature.realigns:
         config = replace(config, realign=True)
     # One after the other: the first is legal nearly always.
     others = get_args(Means) if signature.epilogue.gathered else ()

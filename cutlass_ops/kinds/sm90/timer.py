@@ -131,9 +131,8 @@ class Sm90Timer:
 
 
 def realigning(traits: Traits, problems: Problems) -> Floats:
-    """Return microseconds to copy operands so that TMA can read them."""
-    a, b = (alignment * traits.element_bytes < arch.TMA_ALIGNMENT_BYTES for alignment in traits.alignments)
-    return model.realigning(a, b, problems, traits.element_bytes)
+    """Return microseconds to copy operands so that they can be read."""
+    return model.realigning(*traits.copied, problems, traits.element_bytes)
 
 
 def usual_means(config: Sm90Config) -> Means:

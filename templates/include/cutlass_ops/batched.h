@@ -42,7 +42,7 @@ class BatchedOperands {
  public:
   // D's leading dimensions are those of the call.
   explicit BatchedOperands(Call& call) : call_(call) {
-    DLTensor const* const d = kResult < call.count_ ? Call::as_tensor(call.args_[kResult]) : nullptr;
+    DLTensor const* const d = given(kResult);
     rank_ = d == nullptr ? 0 : d->ndim - 2;
     bool legal = 1 <= rank_ && rank_ <= kMostLeading;
     for (int i = 0; legal && i < rank_; ++i) {
@@ -114,7 +114,7 @@ class BatchedOperands {
 
   // The number of batches is the first extent of argument `at`, which has three.
   BatchedOperands(Call& call, int at) : call_(call), rank_(1) {
-    DLTensor const* const t = at < call.count_ ? Call::as_tensor(call.args_[at]) : nullptr;
+    DLTensor const* const t = given(at);
     bool const legal = t != nullptr && t->ndim == 3 && 1 <= t->shape[0] && t->shape[0] <= INT32_MAX;
     if (legal) extents_[0] = t->shape[0];
     if (!legal) call.fail(at, t == nullptr ? Reason::kKind : Reason::kShape);
@@ -146,7 +146,11 @@ class BatchedOperands {
     }
   };
 
+  // An argument as it is; nullptr if it is no tensor.
+  DLTensor const* given(int at) const { return at < call_.count_ ? Call::as_tensor(call_.args_[at]) : nullptr; }
+
   void fail_shape(int at) { call_.fail(at, Reason::kShape); }
+  void fail_last(Reason reason) { call_.fail(call_.next_ - 1, reason); }
 
   int64_t count() const { return extents_[0] * extents_[1]; }
 
@@ -196,6 +200,36 @@ class BatchedOperands {
     if (Call::address(t) % sizeof(Element) != 0) return call_.fail(at, Reason::kAlignment), BatchedVector<Element>{};
     x.values = reinterpret_cast<Element*>(Call::address(t));
     note<Element>(at, Use::kNone, x.values, length, 0, 1, x.batches);
+    return x;
+  }
+
+  template <class Element, int kRank>
+  struct Strided {
+    Element* values = nullptr;
+    int64_t strides[kRank] = {};
+  };
+
+  // A tensor that is only read, of these extents and any strides. Several of its elements may share memory.
+  template <class Element, int kRank>
+  Strided<Element, kRank> strided(int64_t const (&extents)[kRank]) {
+    int const at = call_.next_++;
+    DLTensor const* const t = call_.tensor<Element>(at);
+    if (t == nullptr) return {};
+    Strided<Element, kRank> x;
+    bool fits = t->ndim == kRank, ahead = true;
+    int64_t length = 1;
+    for (int i = 0; fits && i < kRank; ++i) {
+      fits = t->shape[i] == extents[i];
+      ahead = ahead && t->strides[i] >= 0;
+      x.strides[i] = t->strides[i];
+      length += (extents[i] - 1) * t->strides[i];
+    }
+    if (!fits) return fail_shape(at), Strided<Element, kRank>{};
+    if (Call::is_null(t)) return call_.fail(at, Reason::kNull), Strided<Element, kRank>{};
+    if (!ahead) return call_.fail(at, Reason::kMajor), Strided<Element, kRank>{};
+    if (Call::address(t) % sizeof(Element) != 0) return call_.fail(at, Reason::kAlignment), Strided<Element, kRank>{};
+    x.values = reinterpret_cast<Element*>(Call::address(t));
+    note<Element>(at, Use::kNone, x.values, length, 0, 1, {});
     return x;
   }
 

@@ -41,8 +41,8 @@ struct ScaledSide {
   }
 };
 
-// What a rendered file asks for: how many rows of A, and columns of B, share a scale.
-template <int kBlockA, int kBlockB>
+// What a rendered file asks for: how many rows of A, and columns of B, share a scale, and how the scales lie.
+template <int kBlockA, int kBlockB, class Strided = StridedScales>
 struct BlockScales {
   static constexpr bool kAny = true;
 
@@ -64,7 +64,7 @@ struct BlockScales {
       alignas(16) float values[kStages * kOfStage];
     };
     struct Params {
-      StridedScales rows, columns;
+      Strided rows, columns;
     };
 
     // Called by all lanes of the producer's warp. The stage is full once these copies are there as well.

@@ -1,5 +1,5 @@
 // wgmma of 8-bit integers, whose accumulators are whole numbers of 32 bits (PTX ISA, wgmma.mma_async). Both operands lie along K, and
-// N has fewer values than with other types. The epilogue converts sums to FP32 as it reads them.
+// N has fewer values than with other types. The epilogue converts sums to FP32 as it reads them, unless D is the sums.
 
 #pragma once
 
@@ -15,6 +15,22 @@ template <class Visitor, class Element>
 struct IntegerCallbacks : Visitor {
   using ElementAux = Element;
   using Visitor::Visitor;
+};
+
+// An epilogue for a D in INT32: it takes sums as the bits of FP32 values, which it moves and does not compute with.
+template <class Base>
+struct BitsOfSums : Base {
+  using Base::Base;
+
+  template <class Load, class Loaded, class Store, class Stored, class Problem, class Tile, class Coord, class Engine,
+            class Layout, class... Rest>
+  CUTLASS_DEVICE auto store(Load load, Loaded loaded, Store store, Stored stored, Problem const& problem, Tile tile,
+                            Coord const& coord, cute::Tensor<Engine, Layout> const& sums, Rest&&... rest) {
+    auto bits = cute::make_tensor<float>(sums.layout());
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < int(cute::size(sums)); ++i) bits(i) = __int_as_float(sums(i));
+    return Base::store(load, loaded, store, stored, problem, tile, coord, bits, static_cast<Rest&&>(rest)...);
+  }
 };
 
 // D (64, N) += A (64, 32) B (32, N), issued by one warpgroup.

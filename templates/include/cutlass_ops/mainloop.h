@@ -362,7 +362,17 @@ class Mainloop {
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
-    if constexpr (kScaled) return load_scaled(params, pipeline, state, tensors, coord, step, count, lane, rank, storage);
+    load(params, params.scales, pipeline, state, tensors, coord, step, count, lane, rank, storage);
+  }
+
+  // The same with scales that begin where those of a tile do: of groups of rows (sm90_grouped.h).
+  template <class Tensors, class Coord, class Steps>
+  CUTLASS_DEVICE void load(Params const& params, typename Scales::Params const& scales, MainloopPipeline pipeline,
+                           PipelineState state, Tensors const& tensors, Coord const& coord, Steps step, int count, int lane,
+                           uint32_t rank, TensorStorage& storage) {
+    if constexpr (kScaled) {
+      return load_scaled(params, scales, pipeline, state, tensors, coord, step, count, lane, rank, storage);
+    }
     if (!cute::elect_one_sync()) return;
     auto const fill = filler(params, tensors, coord, rank, storage);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -439,9 +449,10 @@ class Mainloop {
  private:
   // As `load`, by the whole warp: each lane waits for the stage, and copies a part of the scales.
   template <class Tensors, class Coord, class Steps>
-  CUTLASS_DEVICE static void load_scaled(Params const& params, MainloopPipeline& pipeline, PipelineState state,
-                                         Tensors const& tensors, Coord const& coord, Steps step, int count, int lane,
-                                         uint32_t rank, TensorStorage& storage) {
+  CUTLASS_DEVICE static void load_scaled(Params const& params, typename Scales::Params const& scales,
+                                         MainloopPipeline& pipeline, PipelineState state, Tensors const& tensors,
+                                         Coord const& coord, Steps step, int count, int lane, uint32_t rank,
+                                         TensorStorage& storage) {
     bool const elected = cute::elect_one_sync();
     int const tile_m = cute::get<0>(coord), tile_n = cute::get<1>(coord);
     auto const fill = filler(params, tensors, coord, rank, storage);
@@ -450,7 +461,7 @@ class Mainloop {
       pipeline.producer_acquire(state);
       uint64_t& barrier = *pipeline.producer_get_barrier(state);
       if (elected) fill(barrier, *step, state.index());
-      Scales::copy(params.scales, tile_m, tile_n, *step, storage.scales, state.index(), barrier, lane);
+      Scales::copy(scales, tile_m, tile_n, *step, storage.scales, state.index(), barrier, lane);
     }
   }
 

@@ -52,7 +52,7 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     params.groups = arguments.groups;
     params.columns = (int(cute::get<kSwapped ? 0 : 1>(problem)) + kColumns - 1) / kColumns;
     // As many as there can be: each group that has rows may end within a cluster.
-    int const rows = params.groups.rows, groups = std::min(params.groups.count, rows);
+    int const rows = params.groups.all(), groups = std::min(params.groups.count, rows);
     int64_t const most = int64_t(groups + (rows - groups) / kRows) * params.columns;
     params.active = int(std::max<int64_t>(1, std::min<int64_t>(most, hardware.max_active_clusters)));
     return params;
@@ -142,7 +142,8 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
       int end = before;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kEach; ++i) {
-        clusters[i] = ends[i] > end ? (ends[i] - end + kRows - 1) / kRows : 0;
+        int const begin = groups.begin(group_ + lane * kEach + i, end);
+        clusters[i] = ends[i] > begin ? (ends[i] - begin + kRows - 1) / kRows : 0;
         mine += clusters[i];
         end = ends[i] > end ? ends[i] : end;
       }
@@ -193,7 +194,7 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   int reached_ = 0;  // row at which the groups before it end
 };
 
-// A main loop whose rows of A begin where the tile's group does. The rows behind the group's are those of the next one, and
+// A main loop whose rows of A, and their scales, begin where the tile's group does. The rows behind the group's are those of the next one, and
 // behind A's last row zeros: their sums are not stored.
 template <class Base, bool kSwapped>
 class GroupedMainloop : public Base {
@@ -219,8 +220,23 @@ class GroupedMainloop : public Base {
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
-    int const first = params.groups.of(cute::get<1>(cute::get<3>(coord))).first;
-    Base::load(params, pipeline, state, at_row(tensors, first), coord, step, count, lane, rank, storage);
+    int const group = cute::get<1>(cute::get<3>(coord));
+    RowGroups::Rows const rows = params.groups.of(group);
+    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, at_row(tensors, rows.first), coord, step, count,
+               lane, rank, storage);
+  }
+
+  // The scales of a group's blocks, if blocks have any: they begin where those of its rows and of its matrix do.
+  template <class Scales>
+  CUTLASS_DEVICE static Scales scales_of(Scales scales, RowGroups::Rows rows, int group) {
+    if constexpr (Base::kScaled) {
+      auto& of_rows = kSwapped ? scales.columns : scales.rows;
+      auto& of_weight = kSwapped ? scales.rows : scales.columns;
+      of_rows.move_to(rows.first, group);
+      of_rows.last = rows.size - 1;
+      of_weight.move_to(rows.first, group);
+    }
+    return scales;
   }
 
   // What load_init returns, with A from a row on: (rows, K of a tile, tile's row, tile along K, batch).

@@ -2,8 +2,8 @@
 // has a D of its own of (E, M, N). So is the gradient of the weights of groups of rows (grouped.h). Where groups end is known on
 // the device alone, when the kernel runs.
 //
-// CUTLASS's kernels and our epilogue are those of batches. Each tile has its own number of steps along K, at least one, and its
-// operands end where its group does.
+// CUTLASS's kernels and our epilogue are those of batches. Each tile has its own number of steps along K, and its operands end
+// where its group does.
 
 #pragma once
 
@@ -129,10 +129,8 @@ class RaggedKMainloop : public Base {
     return Base::load_init(problem, params);
   }
 
-  // An empty group has one, of zeros.
-  CUTLASS_DEVICE static int steps_of(RowGroups::Rows group) {
-    return group.size <= kTileK ? 1 : (group.size + kTileK - 1) / kTileK;
-  }
+  // An empty group has none.
+  CUTLASS_DEVICE static int steps_of(RowGroups::Rows group) { return (group.size + kTileK - 1) / kTileK; }
 
   // ---- Producer ----
 
@@ -171,10 +169,13 @@ class RaggedKMainloop : public Base {
                           Params const& params) {
     for (; tiles_ < state.tiles; ++tiles_) read_.advance(steps_at(params, tiles_));
     steps_ = steps_at(params, state.tiles);
+    if (steps_ == 0) return cute::clear(sums);
     Base::mma(pipeline, read_, sums, steps_, thread, storage, params);
   }
 
-  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState, int) { Base::mma_tail(pipeline, read_, steps_); }
+  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState, int) {
+    if (steps_ != 0) Base::mma_tail(pipeline, read_, steps_);
+  }
 
  private:
   // Steps of the block's tile of a number, as the scheduler counts them.

@@ -11,7 +11,7 @@ from fake_toolkit import HMMA, library, sm80_spec
 
 from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import Artifact, identity_key, open_entry
+from cutlass_ops.artifacts.entry import FORMAT, Artifact, identity_key, open_entry
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.compilation import identity
@@ -31,7 +31,7 @@ def test_publish_and_lookup(store, put):
     artifact = put()
     assert artifact == store.lookup(artifact.key)
     assert list(store.entries()) == [artifact]
-    assert artifact.folder == store.root / "v1" / artifact.key[:2] / artifact.key
+    assert artifact.folder == store.root / f"v{FORMAT}" / artifact.key[:2] / artifact.key
     assert sorted(p.name for p in artifact.folder.iterdir()) == ["kernel.cu", "kernel.so", "manifest.json"]
     assert artifact.library.read_bytes() == library(HMMA)
     assert artifact.source.read_text() == "source"
@@ -245,7 +245,7 @@ def test_folders_that_do_not_change_are_not_looked_at_again(store, put, monkeypa
 @pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS.keys())
 def test_what_is_not_whole_is_not_found_and_hides_nothing(store, put, corrupt):
     artifact, other = put(), put(source="other")
-    (store.root / "v1" / artifact.key[:2] / "stray").touch()
+    (store.root / f"v{FORMAT}" / artifact.key[:2] / "stray").touch()
     corrupt(artifact)
     assert store.find(identity.source_identity(SPEC, "source")) is None
     assert store.find(identity.source_identity(SPEC, "other")) == other

@@ -1,0 +1,171 @@
+"""One drawn call: its tensors, how it is made, and how its results are judged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run import requests
+from cutlass_ops.run.call import signature_of
+from cutlass_ops.run.kernels import Kernel
+from tests.gpu import oracle
+from tests.gpu.fuzz.memory import Placed
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an output should be.
+
+    Attributes
+    ----------
+    exact : Tensor
+        Its values in float64.
+    moved : Tensor
+        How far they move if the sums are off by what they may be.
+    apart : mapping of str to list of int
+        Rows that are compared by themselves, since their scales are far from those of others.
+    unknown : Tensor, optional
+        Where the result is not known.
+    """
+
+    exact: Tensor
+    moved: Tensor
+    apart: Mapping[str, list[int]] = field(default_factory=dict)
+    unknown: Tensor | None = None
+
+    def why_not(self, found: Tensor, sums: float) -> str | None:
+        """Say why an output is not what it should be; None if it is."""
+        if found.shape != self.exact.shape:
+            return f"the shape is {tuple(found.shape)} and not {tuple(self.exact.shape)}"
+        exact = self.exact if self.unknown is None else torch.where(self.unknown, found.double(), self.exact)
+        alone = {row for rows in self.apart.values() for row in rows}
+        others = [row for row in range(len(found)) if row not in alone] if alone else slice(None)
+        for name, rows in {"": others, **self.apart}.items():
+            why = oracle.why_not(_rows(found, rows), exact[rows], sums, self.moved[rows])
+            if why is not None:
+                return f"{f'in rows with {name}, ' if name else ''}{why}"
+        return None
+
+
+@dataclass
+class Case:
+    """One drawn call.
+
+    Attributes
+    ----------
+    function : callable
+        What a user calls.
+    arguments, named : tuple, dict
+        Its arguments.
+    out : dict of str to Placed
+        Outputs of the caller, all or none.
+    wanted : callable
+        Returns what each output should be. It is asked before the call, which might change its operands.
+    sums : float
+        What the Tensor Cores' sums may be off by: see ``oracle.SUMS``.
+    used : int, optional
+        How many of D's rows are written; by default all.
+    refused : str, optional
+        A part of the error of a call that must be refused.
+    about : str
+        The problem, for messages.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    out: dict[str, Placed]
+    wanted: Callable[[], Mapping[str, Wanted]]
+    sums: float
+    used: int | None = None
+    refused: str | None = None
+    about: str = ""
+
+    def given(self) -> dict[str, Any]:
+        """Return the argument for outputs, if the caller gives them."""
+        if not self.out:
+            return {}
+        views = {name: placed.view for name, placed in self.out.items()}
+        return {"out": views["d"] if len(views) == 1 else views}
+
+    def call(self) -> Any:
+        """Make the call as a user does."""
+        return self.function(*self.arguments, **{**self.named, **self.given()})
+
+    def by(self, spec: KernelSpec) -> Any:
+        """Have an exact kernel compute it."""
+        asked = self.request()
+        return _exact(spec)(*asked.arguments, **{**asked.named, **self.given()})
+
+    def request(self) -> requests.Request:
+        """Return the op behind the call, and its arguments, without outputs."""
+        asked = requests.requested(self.function, *self.arguments, **self.named)
+        named = {name: x for name, x in asked.named.items() if name not in ("out", "out_dtype")}
+        return requests.Request(asked.op, asked.arguments, named)
+
+    def why_wrong(self, results: Any, wanted: Mapping[str, Wanted]) -> str | None:
+        """Say what is wrong with results, or with what surrounds the caller's outputs; None if nothing is."""
+        found = [results] if isinstance(results, Tensor) else list(results)
+        names = self.request().op.outputs
+        for name, tensor in zip(names, found, strict=True):
+            placed = self.out.get(name)
+            if placed is not None and tensor.data_ptr() != placed.view.data_ptr():
+                return f"{name} is not the tensor that was passed"
+        for name, placed in self.out.items():
+            stray = placed.stray(self.used)
+            if stray:
+                return f"{stray} elements outside of {name} were written"
+        for name, tensor in zip(names, found, strict=True):
+            part = tensor if self.used is None else tensor[: self.used]
+            why = wanted[name].why_not(part, self.sums)
+            if why is not None:
+                return f"{name}: {why}"
+        return None
+
+
+def _rows(tensor: Tensor, rows: list[int] | slice) -> Tensor:
+    """Return some rows, of FP8 as bytes: not every version of PyTorch indexes it."""
+    return tensor[rows] if tensor.itemsize > 1 else tensor.view(torch.uint8)[rows].view(tensor.dtype)
+
+
+@functools.cache
+def _exact(spec: KernelSpec) -> Kernel:
+    """Return an exact kernel, one for all calls, so that it remembers them."""
+    return co.build(spec)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a family: the first serves calls, and all are called as they are."""
+
+    specs: tuple[KernelSpec, ...]
+
+    @classmethod
+    def of(cls, case: Case, device: Device, problems: Sequence[tuple[int, int, int]]) -> Kernels:
+        """Choose kernels for a case's signature, the best ones at some problems."""
+        op, (a, b, *inputs), named = case.request()
+        call = op.checked(a, b, tuple(inputs), named, None, case.named.get("out_dtype"))
+        signature = signature_of(call, device)
+        found = {}
+        for m, n, k in problems:
+            decision = dispatch.decide(signature, device, call.chosen_for._replace(m=m, n=n, k=k))
+            assert decision is not None, f"no kernel serves {signature}"
+            every = (decision.config, *(each.config for each in decision.alternatives()))
+            # Kernels for few rows take no others.
+            found[next(config for config in every if not config.few_rows)] = None
+        return cls(tuple(device.spec(signature, config) for config in found))
+
+
+def moved_by(function: Callable[[Tensor], Mapping[str, Tensor]], sums: Tensor, slack: Tensor) -> dict[str, Wanted]:
+    """Return the outputs of an epilogue, and how far they move if the sums do."""
+    exact, other = function(sums), function(sums + slack)
+    return {name: Wanted(x.double(), (other[name] - x).double()) for name, x in exact.items()}
