@@ -1,11 +1,12 @@
 """Measures the host time to choose a kernel: for a process, a signature, a weight, a number of rows; and the memory.
 
     python benchmarks/bench_choose.py
+    python benchmarks/bench_choose.py --other CHECKOUT --out FILE    # an older checkout and this one, in turns
 
 Two times of each: what passes, and in parentheses that of processors over all threads, so that other programs matter
 little. Both are the minimum of several tries, each with empty caches. The first choice of a process is measured in
 processes of their own, apart from imports: one that finds nothing in files, and one after it that finds what that
-one decided. Needs no GPU.
+one decided. Needs no GPU. The file has the first choices of each process, in milliseconds.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 IMPORTING = time.process_time()
+
+import numpy as np  # noqa: E402
 
 from cutlass_ops.choose import dispatch, policies  # noqa: E402
 from cutlass_ops.declare.device import Device  # noqa: E402
@@ -41,6 +46,7 @@ ROWS = (1, 17, 100, 513, 3000, 7777)
 MANY_ROWS, MANY_WEIGHTS = range(1, 8193), [(4096 + 512 * at, 4096) for at in range(8)]
 TRIES = 3
 FIRST = "--first"
+ROOT = Path(__file__).parents[1]
 
 
 class Took(NamedTuple):
@@ -79,22 +85,49 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
     assert decision.spec in decision.specs
 
 
-def first_of_a_process(epilogue: str) -> tuple[float, list[Took]]:
-    """Return the milliseconds of imports and decisions in fresh processes: the least of some.
+def first_of_a_process(epilogue: str, checkout: Path, kept: str) -> dict[str, Any]:
+    """Return the milliseconds of imports, of the first decision and of that about another weight, in a fresh process.
 
-    The decisions are the first one and that about another weight, where nothing is kept in files, and where both are.
+    Parameters
+    ----------
+    epilogue : str
+        Of the decisions.
+    checkout : Path
+        The checkout whose package decides.
+    kept : str
+        The folder where decisions are kept.
     """
-    command = [sys.executable, __file__, FIRST, epilogue]
-    imports, found = [], []
-    for _ in range(TRIES):
-        with tempfile.TemporaryDirectory() as folder:
-            kept = os.environ | {"CUTLASS_OPS_CACHE_DIR": folder, "CUTLASS_OPS_CHOICES": "1"}
-            runs = [subprocess.run(command, env=kept, check=True, capture_output=True, text=True) for _ in range(2)]
-        (importing, *before), (_, *after) = (list(map(float, run.stdout.split())) for run in runs)
-        imports.append(importing)
-        both = before + after
-        found.append([Took(*both[at : at + 2]) for at in range(0, len(both), 2)])
-    return min(imports), [least(list(each)) for each in zip(*found, strict=True)]
+    command = [sys.executable, str(checkout / "benchmarks" / Path(__file__).name), FIRST, epilogue]
+    settings = {"PYTHONPATH": str(checkout), "CUTLASS_OPS_CACHE_DIR": kept, "CUTLASS_OPS_CHOICES": "1"}
+    run = subprocess.run(command, env=os.environ | settings, check=True, capture_output=True, text=True)
+    imports, *spent = map(float, run.stdout.split())
+    return {"imports": imports, "first": spent[:2], "weight": spent[2:]}
+
+
+def firsts(epilogue: str, checkouts: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return what processes of each checkout take in turns: where nothing is kept in files, and where decisions are."""
+    rows = []
+    for turn in range(TRIES):
+        for which in list(checkouts)[:: -1 if turn % 2 else 1]:
+            with tempfile.TemporaryDirectory() as folder:
+                for kept in (False, True):
+                    found = first_of_a_process(epilogue, checkouts[which].resolve(), folder)
+                    rows.append({"which": which, "epilogue": epilogue, "kept": kept, **found})
+    return rows
+
+
+def said(rows: list[dict[str, Any]]) -> str:
+    """Return the least times of processes in words."""
+    first, weight, first_kept, weight_kept = (
+        least([Took(*row[name]) for row in rows if row["kept"] == kept])
+        for kept in (False, True)
+        for name in ("first", "weight")
+    )
+    imports = min(row["imports"] for row in rows)
+    return (
+        f"the first decision of a process {first} ms, after {imports:.0f} of imports; a weight {weight}; both kept in "
+        f"files, {first_kept} and {weight_kept}"
+    )
 
 
 def times(signature: OpSignature, device: Device) -> tuple[Took, Took, Took]:
@@ -128,19 +161,27 @@ def main() -> None:
     """Print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(FIRST, choices=tuple(EPILOGUES), help="measure this in this process alone")
-    first = parser.parse_args().first
-    if first is not None:
-        signature = signature_of(first, H100)
+    parser.add_argument("--other", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.first is not None:
+        signature = signature_of(args.first, H100)
         spent = [took(lambda n=n: decide(signature, H100, Problem(100, n, 4096))) for n in (4096, 28672)]
         print(1e3 * (IMPORTED - IMPORTING), *itertools.chain.from_iterable(spent))
         return
     os.environ["CUTLASS_OPS_CHOICES"] = "0"
+    checkouts = {"this": ROOT} | ({"other": args.other} if args.other else {})
+    rows = []
     for epilogue in EPILOGUES:
-        imports, (first, weight, first_kept, weight_kept) = first_of_a_process(epilogue)
-        print(
-            f"{H100.name}, {epilogue}: the first decision of a process {first} ms, after {imports:.0f} of imports; "
-            f"a weight {weight}; both kept in files, {first_kept} and {weight_kept}"
-        )
+        found = firsts(epilogue, checkouts)
+        for which in checkouts:
+            print(f"{H100.name}, {epilogue}, {which}: {said([row for row in found if row['which'] == which])}")
+        rows += found
+    if args.out is not None:
+        import harness
+
+        head = {"python": platform.python_version(), "numpy": np.__version__}
+        harness.save(args.out, {**head, "processors": len(os.sched_getaffinity(0)), "rows": rows})
     print("milliseconds: the first of a signature, of a weight, of a number of rows (median); MB of eight weights")
     for device in (H100, A100):
         for epilogue in EPILOGUES:

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_KEPT = "_hash"
+# Where an object keeps its hash: whoever copies an object for another value leaves it out.
+KEPT_HASH = "_hash"
 
 
 def hashed_once(cls: type[T]) -> type[T]:
@@ -15,14 +16,14 @@ def hashed_once(cls: type[T]) -> type[T]:
     compute: Any = cls.__hash__
 
     def kept(self: Any) -> int:
-        found: int | None = self.__dict__.get(_KEPT)
+        found: int | None = self.__dict__.get(KEPT_HASH)
         if found is None:
-            found = self.__dict__[_KEPT] = compute(self)
+            found = self.__dict__[KEPT_HASH] = compute(self)
         return found
 
     def state(self: Any) -> dict[str, Any]:
         # Another process has other hashes.
-        return {name: value for name, value in self.__dict__.items() if name != _KEPT}
+        return {name: value for name, value in self.__dict__.items() if name != KEPT_HASH}
 
     cls.__hash__ = kept  # type: ignore[method-assign]
     cls.__getstate__ = state  # type: ignore[attr-defined]

@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from cutlass_ops.choose.measurements import SOURCES as SOURCES
+from cutlass_ops.choose.measurements import Candidate as Candidate
+from cutlass_ops.choose.measurements import Measurements, Times
+from cutlass_ops.choose.measurements import Source as Source
+from cutlass_ops.choose.notes import Errors, Notes, Where, coordinates
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Table
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
-from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
-Source = Literal["model", "interpolated", "measured"]
-SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
-
-# How far a measurement reaches: standard deviations in log2 of M, log2 of K, and the number of operands that are not
-# aligned to cache lines; in log2 of the number of tiles; and the weight of the mean error of all kernels of a kind
-# (`benchmarks/evaluate_dispatch.py`).
-_REACH = np.array([0.6, 1.3, 0.5])
-_REACH_OF_TILES = 0.6
+# Weight of the mean error of all kernels of a kind (`benchmarks/evaluate_dispatch.py`).
 _PRIOR = 1.0
-# Times that differ by less than this are equal up to noise.
-_NOISE = 0.005
 # Weight of nearby measurements from which a time counts as interpolated.
 _NEAR = 0.5
-# Notes whose weights are computed at once, unless a kernel has more.
-_NOTES_AT_ONCE = 192
-# Problems to compare with notes at once: bounds memory.
-_AT_ONCE = 128
-# From so many problems on, notes are summed by a product of matrices.
-_MANY = 12
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel at a problem.
-
-    Attributes
-    ----------
-    config : Config
-        Its configuration.
-    microseconds : float
-        Measured or predicted time.
-    source : {"model", "interpolated", "measured"}
-        Where the time comes from.
-    order : TileOrder
-        The order of its tiles.
-    """
-
-    config: Config
-    microseconds: float
-    source: Source
-    order: TileOrder = USUAL_ORDER
-
-    @property
-    def ordered(self) -> Ordered:
-        """The configuration with the order of its tiles."""
-        return Ordered(self.config, self.order)
+# Problems to foretell at once: bounds memory.
+_AT_ONCE = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,196 +82,6 @@ class Foretold(NamedTuple):
         return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
 
 
-class Where(NamedTuple):
-    """Coordinates of problems for a pool, in units of the reach of a measurement.
-
-    Attributes
-    ----------
-    problems : array
-        (problems, 3): log2 of M, log2 of K, and the number of operands not aligned to cache lines.
-    tiles : array
-        (problems, kernels): log2 of the number of tiles.
-    """
-
-    problems: Floats
-    tiles: Floats
-
-    @classmethod
-    def of(cls, problems: Problems, pool: Pool) -> Where:
-        """Return the coordinates of problems for a pool."""
-        extents = Extents.of(problems)
-        return cls(_coordinates(extents, pool), np.log2(pool.tiles(extents)) / _REACH_OF_TILES)
-
-
-def _coordinates(extents: Extents, pool: Pool) -> Floats:
-    found = np.empty((extents.size, 3))
-    found[:, 0], found[:, 1] = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
-    found[:, 2] = pool.traits.odd(extents)
-    return np.asarray(found / _REACH)
-
-
-class _Errors(NamedTuple):
-    """Errors of the model, as :class:`Notes` has them, but in the order of the measurements."""
-
-    problems: Floats
-    rows: Places
-    kernels: Places
-    tiles: Floats
-    errors: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class Notes:
-    """Errors of the model at measurements, sorted by kernel.
-
-    Attributes
-    ----------
-    problems : array
-        Coordinates of the measured problems, as in :class:`Where`.
-    rows, kernels : array
-        Each note's problem, as an index into these, and its kernel, as an index into the pool.
-    tiles : array
-        Each note's coordinate by its kernel's tiles, as in :class:`Where`.
-    errors : array
-        log2 of measured over predicted time.
-    """
-
-    problems: Floats
-    rows: Places
-    kernels: Places
-    tiles: Floats
-    errors: Floats
-
-    @classmethod
-    def of(cls, found: Sequence[_Errors]) -> Notes:
-        """Return measurements by kernel."""
-        nothing = np.zeros(0, np.int64)
-        kernels = np.concatenate([nothing, *(e.kernels for e in found)])
-        before = np.cumsum([0, *(len(e.problems) for e in found)])
-        rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
-        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.problems for e in found)])
-        tiles = np.concatenate([np.zeros(0), *(e.tiles for e in found)])
-        errors = np.concatenate([np.zeros(0), *(e.errors for e in found)])
-        order = np.argsort(kernels, kind="stable")
-        return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
-
-    def near(self, where: Where) -> tuple[Floats, Floats]:
-        """Return the weighted sum of errors near problems and the sum of weights, of shape (problems, kernels)."""
-        found = np.zeros((2, *where.tiles.shape))
-        # Distances that do not depend on the kernel are computed once for each measured problem.
-        away = self._away(where.problems)
-        with np.errstate(under="ignore"):
-            if len(where.tiles) >= _MANY:
-                self._sum_many(where.tiles, away, found)
-            elif len(self.errors):
-                self._sum_few(where.tiles, away, found)
-        return found[1], found[0]
-
-    def _sum_few(self, tiles: Floats, away: Floats, found: Floats) -> None:
-        kernels, starts = self._noted
-        for at, theirs in enumerate(tiles):
-            weights = np.exp(-0.5 * ((theirs.take(self.kernels) - self.tiles) ** 2 + away[:, at].take(self.rows)))
-            found[0, at, kernels] = np.add.reduceat(weights, starts)
-            found[1, at, kernels] = np.add.reduceat(weights * self.errors, starts)
-
-    def _sum_many(self, tiles: Floats, away: Floats, found: Floats) -> None:
-        """Sum up for some kernels at a time, in memory that stays in a core's cache, and in FP32, for speed."""
-        tiles, away = np.ascontiguousarray(tiles.T, np.float32), away.astype(np.float32)
-        most = max((len(part.tiles) for part in self._parts), default=0)
-        memory = np.empty((2, most, tiles.shape[1]), np.float32)
-        for part in self._parts:
-            weights, further = memory[:, : len(part.tiles)]
-            tiles.take(part.kernel_of_each, 0, out=weights, mode="clip")
-            weights -= part.tiles
-            weights *= weights
-            weights += away.take(part.rows, 0, out=further, mode="clip")
-            weights *= -0.5
-            np.exp(weights, out=weights)
-            # NumPy's own sums along the first dimension take longer.
-            found[:, :, part.kernels] = (part.sums @ weights).reshape(2, len(part.kernels), -1).swapaxes(1, 2)
-
-    def _away(self, problems: Floats) -> Floats:
-        """Return the squared distances of measured problems, of shape (measured, problems)."""
-        found = np.zeros((len(self.problems), len(problems)))
-        for theirs, mine in zip(self.problems.T, problems.T, strict=True):
-            # Problems of one weight differ in M alone.
-            mine = mine[:1] if (mine == mine[:1]).all() else mine
-            away = theirs[:, None] - mine
-            away *= away
-            found += away
-        return found
-
-    def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
-        """Return the results of :meth:`near` for one kernel at each problem.
-
-        Parameters
-        ----------
-        places : array
-            The kernels, one for each problem.
-        where : Where
-            Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
-        """
-        errors, totals = np.zeros((2, len(places)))
-        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)
-        ends = np.cumsum(np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)).tolist()
-        for kernel in sorted({*places.tolist()}):
-            notes, mine = slice(ends[kernel - 1] if kernel else 0, ends[kernel]), np.flatnonzero(places == kernel)
-            rows = self.rows[notes]
-            weights = where.problems[mine, :1] - self.problems[rows, 0]
-            weights *= weights
-            tiles = where.tiles[mine, None] - self.tiles[notes]
-            tiles *= tiles
-            weights += tiles
-            weights += aside[rows]
-            weights *= -0.5
-            with np.errstate(under="ignore"):
-                np.exp(weights, out=weights)
-                totals[mine], errors[mine] = weights.sum(1), weights @ self.errors[notes]
-        return errors, totals
-
-    @cached_property
-    def _noted(self) -> tuple[Places, Places]:
-        """The kernels with notes, and the first index of each."""
-        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
-        return self.kernels[starts], starts
-
-    @cached_property
-    def _parts(self) -> list[_Part]:
-        """Some kernels at a time, so that what is computed of their notes stays in a core's cache."""
-        kernels, starts = self._noted
-        ends = np.append(starts[1:], len(self.kernels))
-        found, first = [], 0
-        while first < len(kernels):
-            after = max(first + 1, int(np.searchsorted(ends, starts[first] + _NOTES_AT_ONCE, "right")))
-            mine, notes = kernels[first:after], slice(int(starts[first]), int(ends[after - 1]))
-            first = after
-            one = self.kernels[notes] == mine[:, None]
-            sums = np.concatenate([one, one * self.errors[notes]]).astype(np.float32)
-            tiles = self.tiles[notes, None].astype(np.float32)
-            found.append(_Part(mine, self.kernels[notes], self.rows[notes], tiles, sums))
-        return found
-
-
-class _Part(NamedTuple):
-    """The notes of some kernels.
-
-    Attributes
-    ----------
-    kernels : array
-        The kernels.
-    kernel_of_each, rows, tiles : array
-        What :class:`Notes` has of each note.
-    sums : array
-        A matrix that adds up weights, and errors by weights, for each kernel.
-    """
-
-    kernels: Places
-    kernel_of_each: Places
-    rows: Places
-    tiles: NDArray[np.float32]
-    sums: NDArray[np.float32]
-
-
 @dataclass(frozen=True, eq=False)
 class Knowledge:
     """Measurements and the model's errors for a pool of kernels on a device.
@@ -319,7 +92,7 @@ class Knowledge:
         The kernels.
     device : Device
         Where they run.
-    measured : mapping of problem to mapping of Config to Candidate
+    measured : Measurements
         Measurements, each kernel in its best tile order.
     notes : Notes
         Errors of the model.
@@ -327,24 +100,27 @@ class Knowledge:
 
     pool: Pool
     device: Device
-    measured: Mapping[Problem, Mapping[Config, Candidate]]
+    measured: Measurements
     notes: Notes
 
     @classmethod
     def of(cls, tables: Sequence[Table], kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
         """Return what tables have on some kernels of a pool. If several have a problem, the first counts."""
-        measured: dict[Problem, Mapping[Config, Candidate]] = {}
-        errors: list[_Errors] = []
+        index = {config: at for at, config in enumerate(pool.configs)}
+        measured: list[Times] = []
+        errors: list[Errors] = []
         for table in tables:
-            found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
+            found = Times.of(table.columns, kernels, index, device)
             # Times depend on majors and device, but the model's error is the same.
             there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
-            laid_out = replace(pool, traits=replace(pool.traits, majors=table.signature.majors))
+            majors = table.signature.majors
+            alike = majors == pool.traits.majors
+            laid_out = pool if alike else replace(pool, traits=replace(pool.traits, majors=majors))
             errors.append(_errors(found, laid_out, there))
             # Measurements of another layout are only estimates.
             if pool.is_like(table.signature):
-                measured = found | measured
-        return cls(pool, device, measured, Notes.of(errors))
+                measured.append(found)
+        return cls(pool, device, Measurements(measured), Notes.of(errors))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return the expected times of every kernel at some problems."""
@@ -354,10 +130,9 @@ class Knowledge:
         """Return the expected times at problems from those foretold: what was measured there takes their place."""
         times = foretold.times.copy()
         sources = np.where(foretold.weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
-        for at, problem in enumerate(problems):
-            for config, candidate in self.measured.get(problem, {}).items():
-                place = self._index[config]
-                times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
+        for at in (at for at, problem in enumerate(problems) if problem in self.measured):
+            places, microseconds = self.measured.times(problems[at])
+            times[at, places], sources[at, places] = microseconds, SOURCES.index("measured")
         return Expected(times, sources, foretold.by_gpc)
 
     def foretold(self, problems: Problems) -> Foretold:
@@ -365,7 +140,7 @@ class Knowledge:
         extents = Extents.of(problems)
         parts = (extents.part(slice(at, at + _AT_ONCE)) for at in range(0, extents.size, _AT_ONCE))
         found = [self._foretold(part) for part in parts]
-        return Foretold(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        return found[0] if len(found) == 1 else Foretold(*map(np.concatenate, zip(*found, strict=True)))
 
     def _foretold(self, problems: Extents) -> Foretold:
         errors, weight = self.notes.near(Where.of(problems, self.pool))
@@ -388,17 +163,19 @@ class Knowledge:
         usual : array
             The model's mean errors at each problem, one for each kind.
         """
-        where = Where(
-            _coordinates(problems, self.pool), np.log2(self.pool.tiles_of(places, problems)) / _REACH_OF_TILES
-        )
-        errors, weight = self.notes.near_one(places, where)
+        errors, weight = self.notes.near_one(places, Where.of_each(places, problems, self.pool))
         model, by_gpc = self.pool.times_of(places, problems, self.device)
         _, kind_of_each = self._kinds
         mine = usual[np.arange(len(places)), kind_of_each[places]]
         return self._corrected(model, errors, weight, mine, self._handicaps[places]), by_gpc, weight
 
     def _corrected(self, model: Floats, errors: Floats, weight: Floats, usual: Floats, handicaps: Floats) -> Floats:
-        return model * np.exp2((errors + _PRIOR * usual) / (weight + _PRIOR)) * handicaps
+        found = errors + _PRIOR * usual
+        found /= weight + _PRIOR
+        np.exp2(found, out=found)
+        found *= model
+        found *= handicaps
+        return found
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
         """Return the best candidates for a problem, best first. If some were measured, only these."""
@@ -463,52 +240,14 @@ def order_of(config: Config, problem: Problem, traits: Traits, device: Device, *
     return orders[0] if orders else config.usual_order(whole)
 
 
-def _reads(config: Config) -> float:
-    """Return the elements of A and B that a tile reads per multiplication."""
-    tile = config.threadblock
-    return 1 / tile.m + 1 / tile.n
-
-
-def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, dict[Config, Candidate]]:
-    """Return the measurements of some kernels, each in its best tile order."""
-    found: dict[Problem, dict[Config, Candidate]] = {}
-    # A table's points share configuration objects: compare identities, for speed.
-    configs = {id(m.config): m.config for point in table.points for m in point.measured}
-    mine = {at for at, config in configs.items() if config in kernels}
-    for point in table.points:
-        here = found.setdefault(point.problem, {})
-        for m in point.measured:
-            if id(m.config) in mine and m.config not in here:
-                # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
-                time = point.measured[0].microseconds * (1 + m.behind)
-                here[m.config] = Candidate(m.config, time, "measured", m.order)
-    return found
-
-
-def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config, Candidate]:
-    """Sort equally fast long kernels by tile size, largest first, by exchanging their times.
-
-    The largest tile reads least per multiplication and so draws least power, which limits the clock of long kernels.
-    """
-    times = sorted(c.microseconds for c in measured.values())
-    if not times or times[0] <= costs_of(device).throttle_after:
-        return dict(measured)
-    equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
-    equal.sort(key=_reads)
-    return {**measured, **{k: replace(measured[k], microseconds=us) for k, us in zip(equal, times, strict=False)}}
-
-
-def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
+def _errors(measured: Times, pool: Pool, device: Device) -> Errors:
     """Return the model's errors for the kernels of a pool."""
-    index = {c: at for at, c in enumerate(pool.configs)}
-    rows = np.repeat(np.arange(len(measured)), [len(known) for known in measured.values()])
-    kernels = np.array([index[c] for known in measured.values() for c in known], np.int64)
-    times = np.array([x.microseconds for known in measured.values() for x in known.values()], np.float64)
-    problems = Extents.of(list(measured))
-    each = problems.part(rows)
+    kernels = measured.columns.kernels
+    problems = Extents.of_array(measured.problems)
+    each = problems.part(measured.rows)
     predicted, _ = pool.times_of(kernels, each, device)
+    where = Where.of_each(kernels, each, pool)
     # Kernels that cannot be launched have no predicted time.
     known = np.isfinite(predicted)
-    errors = np.log2(times[known] / predicted[known])
-    tiles = np.log2(pool.tiles_of(kernels, each)) / _REACH_OF_TILES
-    return _Errors(_coordinates(problems, pool), rows[known], kernels[known], tiles[known], errors)
+    errors = np.log2(measured.microseconds[known] / predicted[known])
+    return Errors(coordinates(problems, pool), measured.rows[known], kernels[known], where.tiles[known], errors)

@@ -22,12 +22,12 @@ from cutlass_ops.base.garbage import uncollected
 from cutlass_ops.base.hashed import Itself
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
-from cutlass_ops.choose import limits, remembered, tables
+from cutlass_ops.choose import limits, remembered, restating, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, rows_for
-from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.choose.tables import Table
 from cutlass_ops.choose.weight import Weight, spec_of
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Config, Ordered
@@ -181,7 +181,7 @@ class Policy:
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
         """The numbers of rows at which some table has measurements, by weight: N, K and how many."""
         found: dict[tuple[int, int, int], set[int]] = {}
-        for m, n, k, count in (p.problem for table in self.tables for p in table.points):
+        for m, n, k, count in (p for table in self.tables for p in table.columns.problems.tolist()):
             found.setdefault((n, k, count), set()).add(m)
         return {weight: frozenset(rows) for weight, rows in found.items()}
 
@@ -278,26 +278,27 @@ def _needed(known: Expected) -> list[int]:
     losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
     reached = np.ones_like(best)
-    costs = _costs(reached, losses, slack)
+    # What each number of rows costs if each kernel were added to those that reached some losses.
+    costs = np.minimum(_cost(losses, slack), _cost(reached, slack))
     while (reached > slack).any():
         left = costs.sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
         after = np.minimum(reached, losses[:, chosen[-1:]])
-        # Most kernels help at a few numbers of rows only.
+        # Most kernels help at a few numbers of rows only. The greater a loss, the greater its cost: the least cost is
+        # that of the least loss.
         new = np.flatnonzero(after < reached)
-        costs[new] = _costs(after[new], losses[new], slack[new])
+        costs[new] = np.minimum(costs[new], _cost(after[new], slack[new]))
         reached = after
     return chosen
 
 
-def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
-    """Return the cost at each number of rows, if each kernel were added to those that reached some losses."""
-    after = np.minimum(reached, losses)
-    found = after - slack
+def _cost(losses: Floats, slack: Floats) -> Floats:
+    """Return the costs of losses: what is beyond the slack counts several times."""
+    found = losses - slack
     np.maximum(found, 0, out=found)
     found *= _MISSED
-    found += after
+    found += losses
     return found
 
 
@@ -313,7 +314,7 @@ def forget(*, shipped: bool = False) -> None:
     for each in (_policy, _recalled, warn_once):
         each.cache_clear()
     if shipped:
-        for kept in (_of_package, _knowledge, _restated):
+        for kept in (_of_package, _knowledge, restating.restated):
             kept.cache_clear()
 
 
@@ -551,63 +552,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
 
     forms = tuple((config, form(config)) for config in table.configs)
-    return _restated(Itself(table), Traits.of(signature), forms, device)
-
-
-@lru_cache(maxsize=_SHARED)
-def _restated(
-    known: Itself[Table], mine: Traits, forms: tuple[tuple[Config, Config | None], ...], device: Device
-) -> Table:
-    """Convert a table to a signature's traits, with the form that takes each kernel's place, if any."""
-    table = known.value
-    theirs = Traits.of(table.signature)
-    weights = mine.weights // theirs.weights
-    before, after = theirs.element_bytes, mine.element_bytes
-    of = dict(forms)
-    # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
-    shared = {id(m.config): of[m.config] for p in table.points for m in p.measured}
-
-    def restated(point: Point) -> Point:
-        best = point.measured[0].microseconds
-        times = [
-            (best * (1 + measured.behind) + next(more), config, measured.order)
-            for measured in point.measured
-            if (config := shared[id(measured.config)]) is not None
-        ]
-        times.sort(key=lambda time: time[0])
-        ranked = tuple(Measured(config, us, us / times[0][0] - 1, order) for us, config, order in times)
-        return replace(point, problem=ours(point.problem), measured=ranked, peers=())
-
-    def ours(problem: Problem) -> Problem:
-        m, n, k, count = problem
-        return Problem(m, n // weights, k * before // after, count)
-
-    whole = [p for p in table.points if p.problem.n % weights == 0 and p.problem.k * before % after == 0]
-    kernels = tuple(found for c in table.kernels if (found := of[c]) is not None)
-    raced = [(p.problem, found) for p in whole for m in p.measured if (found := shared[id(m.config)]) is not None]
-    more = iter(_later(theirs, mine, raced, ours, device).tolist())
-    points = map(restated, whole)
-    return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
-
-
-def _later(
-    theirs: Traits,
-    mine: Traits,
-    raced: Sequence[tuple[Problem, Config]],
-    ours: Callable[[Problem], Problem],
-    device: Device,
-) -> Floats:
-    """Return the extra microseconds of kernels with one signature's traits over another's, besides the GEMM.
-
-    Problems are the first one's, each with the second one's.
-    """
-    index = {config: at for at, config in enumerate(dict.fromkeys(config for _, config in raced))}
-    pools = Pool(tuple(index), theirs), Pool(tuple(index), mine)
-    places = np.array([index[config] for _, config in raced], np.int64)
-    problems = [problem for problem, _ in raced]
-    translated = {problem: ours(problem) for problem in dict.fromkeys(problems)}
-    later = pools[1].besides_of(places, Extents.of([translated[problem] for problem in problems]), device)
-    return later - pools[0].besides_of(places, Extents.of(problems), device)
+    return restating.restated(Itself(table), Traits.of(signature), forms, device)
 
 
 def _kind(signature: OpSignature) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
 # Problems times configurations to compare at once: bounds memory, and keeps intermediate arrays in a core's cache.
-AT_ONCE = 1 << 14
+AT_ONCE = 1 << 13
 _USUAL = Traits(element_bytes=2, d_bytes=2)
 _LAYOUT = ("element_bytes", "majors", "alignments", "scatters")
 
@@ -78,14 +78,10 @@ class Pool:
 
         That is means of A's rows, copies of misaligned operands, and stores of single elements of D.
         """
+        found = np.zeros((Extents.of(problems).size, len(self.configs)))
         with np.errstate(all="ignore"):  # an underflow is 0, even if the process makes NumPy raise
-            return np.concatenate([self._besides(part, device) for part in self.parts(problems)])
-
-    def _besides(self, problems: Extents, device: Device) -> Floats:
-        found = np.zeros((problems.size, len(self.configs)))
-        whole = self.traits.whole(problems)
-        for places, timer in self._timers:
-            found[:, places] = timer.besides(whole, device)
+            for part, places, timer, whole in self._parts(problems):
+                found[part, places] = timer.besides(whole, device)
         return found
 
     def times(self, problems: Problems, device: Device) -> Floats:
@@ -98,17 +94,20 @@ class Pool:
 
     def times_and_order(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return the times, and whether each is that of an order by GPC."""
-        with np.errstate(all="ignore"):
-            times, by_gpc = zip(*(self._times_and_order(part, device) for part in self.parts(problems)), strict=True)
-        return np.concatenate(times), np.concatenate(by_gpc)
-
-    def _times_and_order(self, problems: Extents, device: Device) -> tuple[Floats, Flags]:
-        times = np.empty((problems.size, len(self.configs)))
+        times = np.zeros((Extents.of(problems).size, len(self.configs)))
         gpc = np.zeros_like(times, np.bool_)
-        whole = self.traits.whole(problems)
-        for places, timer in self._timers:
-            times[:, places], gpc[:, places] = timer.times(whole, device)
+        with np.errstate(all="ignore"):
+            for part, places, timer, whole in self._parts(problems):
+                times[part, places], gpc[part, places] = timer.times(whole, device)
         return times, gpc
+
+    def _parts(self, problems: Problems) -> Iterator[tuple[slice, Places, Timer, Extents]]:
+        """Yield a few of the problems, and all configurations of one kind with their model, until all have met."""
+        whole = self.traits.whole(Extents.of(problems))
+        for places, timer in self._timers:
+            step = at_once(len(places))
+            for part in (slice(at, at + step) for at in range(0, whole.size, step)):
+                yield part, places, timer, whole.part(part)
 
     def times_of(self, places: Places, problems: Extents, device: Device) -> tuple[Floats, Flags]:
         """Return the results of :meth:`times_and_order` for one configuration at each problem: shapes (problems,)."""
@@ -134,11 +133,6 @@ class Pool:
             mine = np.flatnonzero(kinds[places] == kind)
             for part in (mine[at : at + AT_ONCE] for at in range(0, len(mine), AT_ONCE)):
                 yield part, timer.take(theirs[places[part]]), whole.part(part).beside()
-
-    def parts(self, problems: Problems) -> list[Extents]:
-        """Split problems into parts small enough to compare with all configurations at once."""
-        extents, step = Extents.of(problems), at_once(len(self.configs))
-        return [extents.part(slice(at, at + step)) for at in range(0, max(1, extents.size), step)]
 
     def tiles(self, problems: Problems) -> Floats:
         """Return the number of tiles, in whole clusters, that cover problems, of shape (problems, configurations)."""

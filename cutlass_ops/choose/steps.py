@@ -25,13 +25,13 @@ MOST_ROWS = 1 << 13
 # Up to this many rows, times are computed at each number of rows instead of interpolated.
 _EACH = 256
 # A kernel is considered between two numbers of rows if, at one of them, its time is at most this part above the best
-# time that some kernel keeps at both. The relative distance of the two numbers is added to this part, since corrections
+# time that some kernel keeps at both. A quarter of the distance of the two numbers is added to it, since corrections
 # by measurements change with distance.
-_BEHIND = 0.02
+_BEHIND, _APART = 0.02, 0.25
 # The same for pieces whose times were computed.
 _BEHIND_PIECE = 0.002
 # Relative errors of interpolated and of computed times. Computed ones have errors too: :class:`Notes` sums in FP32.
-_INTERPOLATED, _COMPUTED = 1e-4, 1e-6
+_INTERPOLATED, _COMPUTED = 1e-4, 4e-6
 # The model's mean error is interpolated as well. Its own error is its change over the interval, plus this part of it.
 _OF_MEANS = 0.02
 # If A's lines lie along M, they begin where the L2 cache's lines do if the number of rows is a multiple of this.
@@ -174,7 +174,7 @@ class _Search:
     def _contenders(self) -> tuple[Places, Places]:
         """Return each interval and kernel that may be the fastest somewhere in it."""
         ends = np.stack([self._times[:-1], self._times[1:]])
-        reached = ends.max(0).min(1) * (1 + _BEHIND + np.diff(self._rows) / self._rows[:-1])
+        reached = ends.max(0).min(1) * (1 + _BEHIND + _APART * np.diff(self._rows) / self._rows[:-1])
         # An interval in which a kernel becomes impossible is left to the policy.
         possible = np.isfinite(ends)
         usable = (possible[0] == possible[1]).all(1) & np.isfinite(reached) & (np.diff(self._rows) > 1)

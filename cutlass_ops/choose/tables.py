@@ -20,13 +20,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cutlass_ops.base import checked_json, env, locks
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import format2, selection
-from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
+from cutlass_ops.choose.points import BEHIND as BEHIND
+from cutlass_ops.choose.points import MICROSECONDS as MICROSECONDS
+from cutlass_ops.choose.points import Columns, Recorded, columns_of
+from cutlass_ops.choose.points import Measured as Measured
+from cutlass_ops.choose.points import Point as Point
+from cutlass_ops.declare.config import Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import GROUPED
-from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
@@ -42,8 +49,6 @@ MOST_KERNELS = 192
 
 # Weight of a kernel's loss to a peer, beside its loss to the best kernel.
 _TO_A_PEER = 3.0
-# The least distance of an estimate behind the fastest: more than dispatch treats as equal.
-_ESTIMATED = 0.005
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs orders kernels points"
 _MAX_BYTES = 64 << 20
@@ -53,90 +58,6 @@ _MAX_ORDERS = 64  # more than there are
 _MAX_PEERS = 16
 _MAX_SPREADS = 16
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-# Bounds of measurements: far beyond any kernel's, with finite ratios and logarithms. A table has three digits of a
-# microsecond.
-MICROSECONDS = (0.001, 1e12)
-BEHIND = (-0.9, 1e6)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One configuration's time at a problem.
-
-    Attributes
-    ----------
-    config : Config
-        The configuration.
-    microseconds : float
-        Median over the rounds.
-    behind : float
-        Median over the rounds of its time over the fastest's of the same round, minus one.
-    order : TileOrder
-        The order of its tiles.
-    """
-
-    config: Config
-    microseconds: float
-    behind: float
-    order: TileOrder = USUAL_ORDER
-
-    @property
-    def ordered(self) -> Ordered:
-        """The configuration with the order of its tiles."""
-        return Ordered(self.config, self.order)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One problem, measured in one session.
-
-    Attributes
-    ----------
-    problem : Problem
-        Its extents.
-    date : str
-        Day of the session, such as ``"2026-11-21"``.
-    measured : tuple of Measured
-        Measurements, fastest first.
-    peers : tuple of (str, float)
-        Microseconds of peers, by name.
-    spreads : tuple of str
-        Of groups: how their rows were spread (``kinds/spreads.py``), if not in all ways that are assumed. Times are
-        geometric means over these.
-    """
-
-    problem: Problem
-    date: str
-    measured: tuple[Measured, ...]
-    peers: tuple[tuple[str, float], ...] = ()
-    spreads: tuple[str, ...] = ()
-
-    def joined(self, older: Point) -> Point:
-        """Return the point with an older point's other kernels, rescaled by a kernel that both have.
-
-        Without such a kernel, or of rows that were spread otherwise, the older measurements are not comparable and are
-        dropped.
-        """
-        if self.spreads != older.spreads:
-            return self
-        before = {m.config: m for m in reversed(older.measured)}
-        anchor = next((m for m in self.measured if m.config in before), None)
-        if anchor is None:
-            return self
-        factor = (1 + anchor.behind) / (1 + before[anchor.config].behind)
-        best = self.measured[0].microseconds
-        known = {m.config for m in self.measured}
-        further = [
-            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1, m.order)
-            for m in older.measured
-            if m.config not in known
-        ]
-        # An estimate must neither displace nor equal the measured fastest, or kernels would be chosen by estimates.
-        least = best * (1 + _ESTIMATED)
-        further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED, m.order) for m in further]
-        further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
-        measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
-        return replace(self, measured=measured, peers=self.peers or older.peers)
 
 
 @dataclass(frozen=True)
@@ -151,7 +72,7 @@ class Table:
         Number of multiprocessors.
     signature : OpSignature
         Epilogue and operand types.
-    points : tuple of Point
+    points : sequence of Point
         One for each problem, in the order of their problems.
     kernels : tuple of Config
         The kernels worth compiling, most useful first, as :meth:`select` found them.
@@ -164,12 +85,15 @@ class Table:
     device: str
     multiprocessors: int
     signature: OpSignature
-    points: tuple[Point, ...] = ()
+    points: Sequence[Point] = ()
     kernels: tuple[Config, ...] = ()
     fallback: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        # Those were in order when they were written, and were checked.
+        if isinstance(self.points, Recorded):
+            return
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
         if len({p.problem for p in ordered}) != len(ordered):
             raise ConfigError("a table has one point for each problem")
@@ -192,9 +116,13 @@ class Table:
     @cached_property
     def configs(self) -> frozenset[Config]:
         """All its kernels, those that may serve and those that were measured."""
-        # Measurements share objects: comparing identities is faster.
-        measured = {id(m.config): m.config for p in self.points for m in p.measured}
-        return frozenset((*self.kernels, *measured.values()))
+        columns = self.columns
+        return frozenset((*self.kernels, *(columns.configs[at] for at in np.unique(columns.kernels).tolist())))
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Its measurements as arrays."""
+        return columns_of(self.points)
 
     @cached_property
     def _by_problem(self) -> dict[Problem, Point]:
@@ -328,22 +256,20 @@ class Table:
 
         A test makes them for each such table.
         """
-        configs, orders = [config_from_json(c) for c in data["configs"]], [TileOrder(**o) for o in data["orders"]]
-
-        def point(given: Any) -> Point:
-            measured = (
-                Measured(configs[at], float(us), float(behind), orders[o]) for at, o, us, behind in given["measured"]
-            )
-            return Point(
-                Problem(*given["problem"]), given["date"], tuple(measured), tuple(given["peers"].items()),
-                tuple(given.get("spreads", ())),
-            )  # fmt: skip
-
+        points = data["points"]
+        configs = tuple(map(config_from_json, data["configs"]))
+        columns = Columns.read(
+            configs,
+            tuple(TileOrder(**order) for order in data["orders"]),
+            tuple((point["date"], tuple(point.get("spreads", ()))) for point in points),
+            [Problem(*point["problem"]) for point in points],
+            [point["measured"] for point in points],
+        )
         return cls(
             device=data["device"],
             multiprocessors=data["multiprocessors"],
             signature=signature_from_json(data["signature"]),
-            points=tuple(map(point, data["points"])),
+            points=Recorded(columns, [tuple(point["peers"].items()) for point in points]),
             kernels=tuple(configs[at] for at in data["kernels"]),
             fallback=data["fallback"],
             deterministic=data["deterministic"],

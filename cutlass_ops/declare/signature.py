@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cutlass_ops.base.errors import ConfigError
@@ -78,6 +79,11 @@ class OpSignature:
 
     def spec(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
         """Return the kernel that serves this signature with a configuration."""
+        return self._any.with_config(config, target, order)
+
+    @cached_property
+    def _any(self) -> KernelSpec:
+        """A kernel that serves this signature, legal or not: what all of them have in common is checked once."""
         return KernelSpec(
             a=self.a,
             b=self.b,
@@ -85,9 +91,7 @@ class OpSignature:
             epilogue=self.epilogue,
             inputs={i.name: t for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
             outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
-            config=config,
-            target=target,
-            order=order,
+            config=_any_config(),
             form=self.form,
         )
 

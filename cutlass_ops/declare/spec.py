@@ -28,7 +28,7 @@ from cutlass_ops.base.dtypes import (
     i64,
 )
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.hashed import hashed_once
+from cutlass_ops.base.hashed import KEPT_HASH, hashed_once
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
@@ -252,11 +252,6 @@ class KernelSpec:
         order: TileOrder | None = None,
         form: str | Form = DENSE,
     ) -> None:
-        if not isinstance(config, Config):
-            raise TypeError(
-                "config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not "
-                f"{reprlib.repr(config)}"
-            )
         graph = _graph(epilogue)
         b_type, d_type = _matrix("b", b), _matrix("d", d)
         typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)
@@ -267,12 +262,40 @@ class KernelSpec:
             ("epilogue", graph),
             ("inputs", _types("inputs", inputs, typed_inputs)),
             ("outputs", _types("outputs", outputs, typed_outputs)),
-            ("config", config),
-            ("target", arch.target(config.default_target if target is None else target).name),
-            ("order", _order(config, order)),
             ("form", Form.of(form)),
+            *_of_config(config, target, order).items(),
         ):
             object.__setattr__(self, name, value)
+
+    def with_config(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
+        """Return the declaration with another configuration; the rest of it is not checked again.
+
+        Parameters
+        ----------
+        config : Config
+            The configuration.
+        target, order
+            As for the declaration itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for the declaration itself.
+
+        Examples
+        --------
+        >>> @co.epilogue
+        ... def plain(acc):
+        ...     return acc
+        >>> small, large = (co.Sm90Config(co.ThreadblockShape(m, 128, 64)) for m in (64, 128))
+        >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=plain, config=small)
+        >>> spec.with_config(large).config.threadblock
+        ThreadblockShape(128, 128, 64)
+        """
+        other = object.__new__(KernelSpec)
+        same = {name: value for name, value in vars(self).items() if name != KEPT_HASH}
+        vars(other).update(same, **_of_config(config, target, order))
+        return other
 
     def __repr__(self) -> str:
         """Return the declaration on one line, without defaults, and with the epilogue's title."""
@@ -363,6 +386,16 @@ class KernelSpec:
     def sm80(self) -> Sm80Config | None:
         """The configuration if it is an Sm80 one."""
         return self.config if isinstance(self.config, Sm80Config) else None
+
+
+def _of_config(config: Config, target: str | None, order: TileOrder | None) -> dict[str, Any]:
+    """Return the fields that depend on the configuration."""
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not {reprlib.repr(config)}"
+        )
+    name = arch.target(config.default_target if target is None else target).name
+    return {"config": config, "target": name, "order": _order(config, order)}
 
 
 def _order(config: Config, given: TileOrder | None) -> TileOrder:

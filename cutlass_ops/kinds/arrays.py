@@ -35,7 +35,12 @@ class Extents(NamedTuple):
             return problems
         # Ten times as fast as np.array, which asks each named tuple what it is.
         flat = np.fromiter(chain.from_iterable(problems), np.float64)
-        m, *others = flat.reshape(len(problems), len(cls._fields)).T[:, :, None]
+        return cls.of_array(flat.reshape(len(problems), len(cls._fields)))
+
+    @classmethod
+    def of_array(cls, problems: Floats | Places) -> Extents:
+        """Return those of problems as an array of shape (problems, 4)."""
+        m, *others = np.asarray(problems, np.float64).T[:, :, None]
         return cls(m, *(x[:1] if len(x) == 1 or (len(x) and (x == x[0]).all()) else x for x in others))
 
     @classmethod

@@ -133,15 +133,15 @@ def test_of_many_problems_notes_and_times_are_those_of_each():
     for at in range(5):
         one = knowledge.Where(where.problems[at : at + 1], where.tiles[at : at + 1])
         for many, few in zip(together, known.notes.near(one), strict=True):
-            assert np.allclose(many[at], few[0], rtol=1e-5, atol=1e-6)
+            assert np.allclose(many[at], few[0], rtol=3e-5, atol=1e-5)
     places = np.arange(25) * 7
     times, by_gpc = known.pool.times_and_order(problems, H100)
     of_each = known.pool.times_of(places, problems, H100)
     assert np.array_equal(times[np.arange(25), places], of_each[0])
     assert np.array_equal(by_gpc[np.arange(25), places], of_each[1])
     errors, weight = known.notes.near_one(places, knowledge.Where(where.problems, where.tiles[np.arange(25), places]))
-    assert np.allclose(errors, together[0][np.arange(25), places], rtol=1e-5, atol=1e-6)
-    assert np.allclose(weight, together[1][np.arange(25), places], rtol=1e-5, atol=1e-6)
+    assert np.allclose(errors, together[0][np.arange(25), places], rtol=3e-5, atol=1e-5)
+    assert np.allclose(weight, together[1][np.arange(25), places], rtol=3e-5, atol=1e-5)
 
 
 def test_a_kept_hash_does_not_leave_the_process():

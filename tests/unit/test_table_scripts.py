@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from signatures import signature
 
-from cutlass_ops.choose import tables
+from cutlass_ops.choose import points
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
@@ -96,7 +96,7 @@ def test_what_did_not_race_counts_as_far_behind_as_with_another_epilogue():
     other = Table("H100", 132, signature(), (point(Measured(B, 7.0, 0.0), Measured(A, 8.4, 0.2)),))
     (whole,) = ship_table.completed(mine, other).points
     # By the other epilogue it would be ahead: an estimate never is, nor as good.
-    assert [(m.config, m.behind) for m in whole.measured] == [(A, 0.0), (B, tables._ESTIMATED)]
+    assert [(m.config, m.behind) for m in whole.measured] == [(A, 0.0), (B, points.ESTIMATED)]
     slower = Table("H100", 132, signature(), (point(Measured(A, 8.0, 0.0), Measured(B, 12.0, 0.5)),))
     (whole,) = ship_table.completed(mine, slower).points
     assert [(m.config, m.behind) for m in whole.measured] == [(A, 0.0), (B, 0.5)]

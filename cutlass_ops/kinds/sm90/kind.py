@@ -21,6 +21,11 @@ def _handicap(config: Sm90Config) -> float:
     return _STREAM_K if config.scheduler == "stream_k" else 1.0
 
 
+def _gathering(config: Sm90Config) -> Sm90Config:
+    means = usual_means(config)
+    return config if config.means == means else replace(config, means=means)
+
+
 SM90 = Kind(
     config=Sm90Config,
     forms=(DENSE, BATCHED, GROUPED, RAGGED_K),
@@ -38,7 +43,7 @@ SM90 = Kind(
     near=space.near,
     variants=space.variants,
     of_width=space.of_width,
-    gathering=lambda config: replace(config, means=usual_means(config)),
+    gathering=_gathering,
     orders=order.orders,
     orders_by_gpc=order.orders_by_gpc,
     handicap=_handicap,

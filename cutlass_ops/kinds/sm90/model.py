@@ -246,7 +246,8 @@ class Batch:
     means : array
         Index of the way to compute means of A's rows in :data:`WAYS`.
     stream_k, by_gpc : array
-        Whether tiles are split by stream-K, and whether each GPC takes a run of tiles.
+        Whether tiles are split by stream-K, and whether each GPC takes a run of tiles. The latter may have a further
+        dimension before the others, for several orders of tiles at once, as their times then have.
     """
 
     tile_m: Floats
@@ -345,7 +346,7 @@ def _grid(batch: Batch, extents: Extents, chip: Costs, rows: Floats, rereads: Fl
     columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
     together = batch.cluster_m * batch.cluster_n * batch.split_k
     slots = np.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
-    tiles = gemms * rows * columns
+    tiles = rows * (gemms * columns)
     blocks = tiles * batch.split_k
     steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
     return Grid(rows, columns, tiles, steps, _ceil(blocks, slots), np.minimum(blocks, slots), rereads)
@@ -403,29 +404,32 @@ def times(
     odd_a, odd_b = (odd(extents[line], element_bytes) for line in lines)
     reads_a = reads_a * np.where(odd_a, chip.straddle, 1.0)
     reads_b = reads_b * np.where(odd_b, chip.straddle, 1.0)
-    active = np.where(batch.stream_k, float(chip.multiprocessors), cover.active)
-    shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
+    # Of the L2 cache, for each block that works.
+    shared = (reads_a + reads_b) * row_bytes / (chip.l2 * 1e3)
     requests = rows_a * _requests(odd_a, batch.cluster_n) + rows_b * _requests(odd_b, batch.cluster_m)
-    lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
-    step = _root(_power(compute) + _power(fill) + _power(shared) + _power(lookups))
+    lookups = requests * row_bytes / arch.CACHE_LINE_BYTES / (chip.lookups * 1e3)
+    waves, active, adding_up = _split(batch, cover, chip)
+    step = _root(_power(compute) + _power(fill) + (_power(shared) + _power(lookups)) * _power(active))
 
-    # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
-    exposed = np.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
-    waves, adding_up = _split(batch, cover, chip)
     sent = batch.part * (batch.split_k - 1)
     finish = _per_schedule(batch, chip.epilogue) * batch.part + chip.exchange * sent
-    busy = waves * cover.steps * step + exposed * finish + adding_up
-    busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
+    # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
+    pingpong = batch.schedule == SCHEDULES.index("pingpong")
+    last, each = np.where(pingpong, finish, 0.0), np.where(pingpong, 0.0, finish)
+    busy = waves * (cover.steps * step) + cover.waves * each + (last + adding_up)
+    cool = np.exp2(busy * (-1 / (chip.throttle_after * math.log(2))))
+    busy = busy * ((1 + chip.throttle) - chip.throttle * cool)
 
-    rereads = 1 + chip.reread * cover.rereads
-    memory = gemms * (element_bytes * (m * k + k * n * rereads) + d_bytes * m * n) / (chip.dram * 1e3)
+    once, again = element_bytes * (m * k + k * n) + d_bytes * m * n, element_bytes * k * n * chip.reread
+    bandwidth = chip.dram * 1e3
+    memory = gemms * once / bandwidth + gemms * again / bandwidth * cover.rereads
     # Of several memory-bound kernels, prefer the one with the least padding.
-    padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)
+    padded = np.minimum(cover.rows * (_PADDING * batch.tile_m) / m, _PADDING * _MOST_PADDING)
     start = _per_schedule(batch, chip.launch)
     start = start + np.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
     start = start + np.where(batch.split_k > 1, chip.meet, 0.0)
     start = start + np.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
-    return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
+    return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * (padded + (1 - _PADDING))
 
 
 def means(
@@ -435,6 +439,7 @@ def means(
     chip: Costs = H100,
     element_bytes: int = _16_BITS[0],
     taking: Taking = TAKING,
+    cover: Grid | None = None,
 ) -> Floats:
     """Return the extra microseconds for means of A's rows, with shape (problems, configurations).
 
@@ -456,10 +461,12 @@ def means(
         Bytes of an element of A.
     taking : Taking
         Costs of each way.
+    cover : Grid, optional
+        The result of :func:`grid`, if it is known.
     """
     m, _, k, gemms = Extents.of(problems)
     rows = gemms * m
-    cover = grid(batch, problems, chip)
+    cover = cover or grid(batch, problems, chip)
     gathered = taking.gathered + taking.gathered_row * batch.tile_m
     ahead = taking.ahead + element_bytes * rows * k / (taking.ahead_rate * 1e3)
 
@@ -479,7 +486,7 @@ def realigning(a: bool, b: bool, problems: Problems, element_bytes: int) -> Floa
     """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
     m, n, k, gemms = Extents.of(problems)
     if not a and not b:
-        return np.zeros_like(m)
+        return np.zeros((1, 1))
     return _REALIGN_START + 2 * element_bytes * gemms * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
@@ -537,19 +544,22 @@ def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, widths: tu
     return times(Batch.of([config]), [problem], chip, widths).item()
 
 
-def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
-    """Return the number of tiles per SM, and the microseconds for adding up split tiles.
+def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats, Floats]:
+    """Return the number of tiles per SM, the SMs that work, and the microseconds for adding up split tiles.
 
     CUTLASS's stream-K splits no tiles if they fill more than half a wave but no more than one.
     """
-    if not batch.stream_k.any():
-        return cover.waves, np.zeros((1, 1))
-    filled = cover.tiles / chip.multiprocessors
-    splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
-    whole = np.where(batch.stream_k, 1.0, cover.waves)
+    ours = np.flatnonzero(batch.stream_k)
+    if not len(ours):
+        return cover.waves, cover.active, np.zeros((1, 1))
+    waves, active, adding_up = cover.waves.copy(), cover.active.copy(), np.zeros_like(cover.waves)
+    filled = cover.tiles[..., ours] / chip.multiprocessors
+    splits = (filled <= 0.5) | (filled > 1)
     # The more parts a tile has, the longer they wait for each other.
-    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * np.maximum(1 / filled, 1)
-    return np.where(splits, filled, whole), np.where(splits, adding_up, 0.0)
+    size = (batch.wgmma_m * batch.wgmma_n)[..., ours] / 128**2
+    waves[..., ours], active[..., ours] = np.where(splits, filled, 1.0), chip.multiprocessors
+    adding_up[..., ours] = np.where(splits, chip.split * size * np.maximum(1 / filled, 1), 0.0)
+    return waves, active, adding_up
 
 
 def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:

@@ -71,6 +71,8 @@ def _all(element_bytes: int) -> Iterator[Sm90Config]:
 
 def of_width(config: Sm90Config, before: int, after: int) -> Sm90Config:
     """Return a configuration for elements of another size, whose tile has as many bytes along K."""
+    if before == after:
+        return config
     tile = config.threadblock
     return replace(config, threadblock=replace(tile, k=max(1, tile.k * before // after)))
 
@@ -106,12 +108,13 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
         config = replace(config, split_k=1, scheduler="persistent")
     if signature.form == DENSE and signature.realigns:
         config = replace(config, realign=True)
-    tried = [config]
-    if signature.epilogue.gathered:
-        tried += [replace(config, means=way) for way in get_args(Means) if way != config.means]
-    yield from tried
-    if config.schedule == "warp_specialized":
-        yield from (replace(c, schedule="pingpong") for c in tried)
+    # One after the other: the first is legal nearly always.
+    others = get_args(Means) if signature.epilogue.gathered else ()
+    schedules: tuple[Schedule, ...] = ("warp_specialized", "pingpong")
+    for schedule in schedules if config.schedule == "warp_specialized" else (config.schedule,):
+        like = config if schedule == config.schedule else replace(config, schedule=schedule)
+        yield like
+        yield from (replace(like, means=way) for way in others if way != config.means)
 
 
 def is_usual(config: Sm90Config, element_bytes: int) -> bool:

@@ -16,6 +16,9 @@ from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
 from cutlass_ops.kinds.spreads import ASSUMED
 from cutlass_ops.kinds.traits import Traits
 
+# Orders of tiles of which times are computed together: the usual one, and by GPC.
+_EITHER_ORDER = np.array([False, True]).reshape(2, 1, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Sm90Timer:
@@ -25,8 +28,8 @@ class Sm90Timer:
     ----------
     traits : Traits
         Traits of the signature.
-    batch, by_gpc : Batch
-        The configurations with the usual order of tiles, and with one by GPC.
+    batch : Batch
+        The configurations with the usual order of tiles.
     ordered, copies, swapped : array
         Whether their tiles have several orders, they copy operands first, or compute the transpose: shape (1,
         configurations).
@@ -34,7 +37,6 @@ class Sm90Timer:
 
     traits: Traits
     batch: model.Batch
-    by_gpc: model.Batch
     ordered: Flags
     copies: Flags
     swapped: Flags
@@ -42,15 +44,13 @@ class Sm90Timer:
     @classmethod
     def of(cls, configs: Sequence[Sm90Config], traits: Traits) -> Sm90Timer:
         """Return the model of some configurations."""
-        batches = model.Batch.of(configs), model.Batch.of(configs, by_gpc=True)
         flags = np.array([(c.ordered, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
-        return cls(traits, *batches, *np.moveaxis(flags, 2, 0))
+        return cls(traits, model.Batch.of(configs), *np.moveaxis(flags, 2, 0))
 
     def take(self, places: Places) -> Sm90Timer:
         """Return the model of some of these configurations, each as often as it is named."""
-        batch = self.batch.take(places)
-        by_gpc = replace(batch, by_gpc=np.ones_like(batch.by_gpc))
-        return Sm90Timer(self.traits, batch, by_gpc, *(x[:, places] for x in (self.ordered, self.copies, self.swapped)))
+        flags = (x[:, places] for x in (self.ordered, self.copies, self.swapped))
+        return Sm90Timer(self.traits, self.batch.take(places), *flags)
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds with the better order of tiles, and whether that is the order by GPC.
@@ -61,9 +61,9 @@ class Sm90Timer:
         if self.traits.grouped:
             found = self._times_of_groups(extents, device)
             return found + self._besides(extents, found, device), np.zeros_like(found, np.bool_)
-        usual, by_gpc = self._times_by_order(extents, device)
-        better = np.minimum(usual, by_gpc)
-        return better + self._besides(extents, better, device), by_gpc < usual
+        cover = model.grid(self.batch, extents, model.costs_of(device))
+        better, by_gpc = self._times_and_order(extents, device, cover)
+        return better + self._besides(extents, better, device, cover), by_gpc
 
     def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for what is no part of a plain GEMM.
@@ -71,12 +71,14 @@ class Sm90Timer:
         That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
         """
         extents = Extents.of(problems)
-        # Only means depend on how long the product takes.
-        times = np.minimum(*self._times_by_order(extents, device)) if self.traits.gathers else np.zeros((1, 1))
+        cover, times = None, np.zeros((1, 1))
+        if self.traits.gathers:  # only means depend on how long the product takes
+            cover = model.grid(self.batch, extents, model.costs_of(device))
+            times, _ = self._times_and_order(extents, device, cover)
         shape = np.broadcast_shapes(extents.m.shape, self.ordered.shape)
-        return np.broadcast_to(self._besides(extents, times, device), shape)
+        return np.broadcast_to(self._besides(extents, times, device, cover), shape)
 
-    def _besides(self, extents: Extents, times: Floats, device: Device) -> Floats:
+    def _besides(self, extents: Extents, times: Floats, device: Device, cover: model.Grid | None = None) -> Floats:
         traits = self.traits
         found = realigning(traits, extents) * self.copies
         if traits.scatters:
@@ -85,19 +87,25 @@ class Sm90Timer:
             found = found + model.promoting(self.batch, extents, model.costs_of(device))
         if not traits.gathers:
             return found
-        return found + model.means(self.batch, extents, times, model.costs_of(device), traits.element_bytes)
+        return found + model.means(
+            self.batch, extents, times, model.costs_of(device), traits.element_bytes, cover=cover
+        )
 
-    def _times_by_order(self, extents: Extents, device: Device) -> tuple[Floats, Floats]:
+    def _times_and_order(self, extents: Extents, device: Device, cover: model.Grid) -> tuple[Floats, Flags]:
+        """Return the times of GEMMs alone with the better order of tiles, and whether that is the order by GPC."""
         chip, lines = model.costs_of(device), self.traits.lines
         widths = self.traits.element_bytes, self.traits.d_bytes
-        cover = model.grid(self.batch, extents, chip)
-        usual = np.where(
-            self._launchable(cover, extents), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
-        )
         worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
-        if not worth.any():
-            return usual, np.full((1, 1), np.inf)
-        return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
+        batch = replace(self.batch, by_gpc=_EITHER_ORDER) if worth.any() else self.batch
+        times = model.times(batch, extents, chip, widths, lines, cover=cover)
+        usual, *others = times if times.ndim > worth.ndim else (times,)
+        if max(cover.rows.max(), cover.columns.max(), extents.gemms.max()) > arch.MAX_GRID_Y:
+            usual = np.where(self._launchable(cover, extents), usual, np.inf)
+        if not others:
+            return usual, worth
+        (by_gpc,) = others
+        by_gpc[~worth] = np.inf
+        return np.minimum(usual, by_gpc), by_gpc < usual
 
     def _times_of_groups(self, extents: Extents, device: Device) -> Floats:
         """Return the geometric mean over the spreads that are assumed.

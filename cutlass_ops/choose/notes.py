@@ -1,0 +1,224 @@
+"""Errors of the time models at measurements, and their weighted sums near other problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutlass_ops.choose.pool import Pool
+from cutlass_ops.kinds.arrays import Extents, Floats, Places, Problems
+
+# How far a measurement reaches: standard deviations in log2 of M, log2 of K, and the number of operands that are not
+# aligned to cache lines; in log2 of the number of tiles (`benchmarks/evaluate_dispatch.py`).
+_REACH = np.array([0.6, 1.3, 0.5])
+_REACH_OF_TILES = 0.6
+# From so many problems on, notes are summed by products of matrices: those of so many kernels, for so many problems.
+# Larger ones would fall out of the cache, and have a BLAS start threads.
+_MANY, _TOGETHER, _COLUMNS = 12, 16, 128
+# Numbers for which memory is asked for at least, though most of it is never touched. The C library keeps for later what
+# is freed, up to about the largest part that was freed before: else a thousand pages come and go with each weight.
+_SPARE = 1 << 21
+
+
+class Where(NamedTuple):
+    """Coordinates of problems for a pool, in units of the reach of a measurement.
+
+    Attributes
+    ----------
+    problems : array
+        (problems, 3): log2 of M, log2 of K, and the number of operands not aligned to cache lines.
+    tiles : array
+        (problems, kernels): log2 of the number of tiles.
+    """
+
+    problems: Floats
+    tiles: Floats
+
+    @classmethod
+    def of(cls, problems: Problems, pool: Pool) -> Where:
+        """Return the coordinates of problems for a pool."""
+        extents = Extents.of(problems)
+        return cls(coordinates(extents, pool), np.log2(pool.tiles(extents)) / _REACH_OF_TILES)
+
+    @classmethod
+    def of_each(cls, places: Places, extents: Extents, pool: Pool) -> Where:
+        """Return the coordinates of problems, each for one kernel of a pool: tiles of shape (problems,)."""
+        return cls(coordinates(extents, pool), np.log2(pool.tiles_of(places, extents)) / _REACH_OF_TILES)
+
+
+def coordinates(extents: Extents, pool: Pool) -> Floats:
+    """Return the coordinates of problems that do not depend on a kernel, as :class:`Where` has them."""
+    found = np.empty((extents.size, 3))
+    found[:, 0], found[:, 1] = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
+    found[:, 2] = pool.traits.odd(extents)
+    return np.asarray(found / _REACH)
+
+
+class Errors(NamedTuple):
+    """Errors of the model, as :class:`Notes` has them, but in the order of the measurements."""
+
+    problems: Floats
+    rows: Places
+    kernels: Places
+    tiles: Floats
+    errors: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Notes:
+    """Errors of the model at measurements, sorted by kernel.
+
+    Attributes
+    ----------
+    problems : array
+        Coordinates of the measured problems, as in :class:`Where`.
+    rows, kernels : array
+        Each note's problem, as an index into these, and its kernel, as an index into the pool.
+    tiles : array
+        Each note's coordinate by its kernel's tiles, as in :class:`Where`.
+    errors : array
+        log2 of measured over predicted time.
+    """
+
+    problems: Floats
+    rows: Places
+    kernels: Places
+    tiles: Floats
+    errors: Floats
+
+    @classmethod
+    def of(cls, found: Sequence[Errors]) -> Notes:
+        """Return measurements by kernel."""
+        nothing = np.zeros(0, np.int64)
+        kernels = np.concatenate([nothing, *(e.kernels for e in found)])
+        before = np.cumsum([0, *(len(e.problems) for e in found)])
+        rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
+        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.problems for e in found)])
+        tiles = np.concatenate([np.zeros(0), *(e.tiles for e in found)])
+        errors = np.concatenate([np.zeros(0), *(e.errors for e in found)])
+        order = np.argsort(kernels, kind="stable")
+        return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
+
+    def near(self, where: Where) -> tuple[Floats, Floats]:
+        """Return the weighted sum of errors near problems and the sum of weights, of shape (problems, kernels)."""
+        found = np.zeros((2, *where.tiles.shape))
+        if len(self.errors):
+            with np.errstate(under="ignore"):
+                (self._sum_many if len(where.tiles) >= _MANY else self._sum_few)(where, found)
+        return found[1], found[0]
+
+    def _sum_few(self, where: Where, found: Floats) -> None:
+        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
+        kernels = self.kernels[starts]
+        for at, (mine, tiles) in enumerate(zip(where.problems, where.tiles, strict=True)):
+            away = ((self.problems - mine) ** 2).sum(1)
+            weights = np.exp(-0.5 * ((tiles.take(self.kernels) - self.tiles) ** 2 + away.take(self.rows)))
+            found[0, at, kernels] = np.add.reduceat(weights, starts)
+            found[1, at, kernels] = np.add.reduceat(weights * self.errors, starts)
+
+    def _sum_many(self, where: Where, found: Floats) -> None:
+        """Sum up in FP32, for speed, with squares of distances by products of matrices: see :class:`_Group`."""
+        most = max(group.notes[..., 0].size for group in self._groups) * _COLUMNS
+        memory = np.empty(max(most, _SPARE), np.float32)
+        for part in (slice(at, at + _COLUMNS) for at in range(0, len(where.tiles), _COLUMNS)):
+            problems = (where.problems[part] - self._middle).T
+            squares = (problems**2).sum(0)
+            for group in self._groups:
+                tiles = where.tiles[part, group.kernels].T - group.middle
+                mine = np.empty((len(tiles), group.notes.shape[2], tiles.shape[1]), np.float32)
+                mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems, 1
+                mine[:, -1] = -0.5 * (tiles**2 + squares)
+                kernels, notes, _ = group.notes.shape
+                weights = memory[: kernels * notes * tiles.shape[1]].reshape(kernels, notes, -1)
+                np.exp(np.matmul(group.notes, mine, out=weights), out=weights)
+                found[:, part, group.kernels] = (group.sums @ weights).transpose(1, 2, 0)
+
+    def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
+        """Return the results of :meth:`near` for one kernel at each problem.
+
+        Parameters
+        ----------
+        places : array
+            The kernels, one for each problem.
+        where : Where
+            Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
+        """
+        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)[self.rows]
+        measured = self.problems[self.rows, 0]
+        # One kernel after the other.
+        order = np.argsort(places, kind="stable")
+        rows, tiles = where.problems[order, :1], where.tiles[order, None]
+        kernels, first = np.unique(places[order], return_index=True)
+        begins = [*first.tolist(), len(places)]
+        ends = np.searchsorted(self.kernels, [kernels, kernels + 1]).T.tolist()
+        found = np.empty((2, len(places)))
+        for begin, end, (note, last) in zip(begins, begins[1:], ends, strict=False):
+            weights = rows[begin:end] - measured[note:last]
+            weights *= weights
+            away = tiles[begin:end] - self.tiles[note:last]
+            away *= away
+            weights += away
+            weights += aside[note:last]
+            weights *= -0.5
+            with np.errstate(under="ignore"):
+                np.exp(weights, out=weights)
+                weights.sum(1, out=found[0, begin:end])
+                np.matmul(weights, self.errors[note:last], out=found[1, begin:end])
+        totals, errors = np.empty_like(found)
+        totals[order], errors[order] = found
+        return errors, totals
+
+    @cached_property
+    def _middle(self) -> Floats:
+        """Amid the measured problems: squares of coordinates relative to it are small, and so are their roundings."""
+        return np.asarray(self.problems.mean(0))
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        counts = np.bincount(self.kernels)
+        first = np.cumsum(counts) - counts
+        problems = self.problems - self._middle
+        found = []
+        noted = np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :]
+        for kernels in (noted[at : at + _TOGETHER] for at in range(0, len(noted), _TOGETHER)):
+            each = np.arange(counts[kernels].max())
+            there = each < counts[kernels, None]
+            at = np.where(there, first[kernels, None] + each, 0)
+            middle = (self.tiles[at] * there).sum(1, keepdims=True) / counts[kernels, None]
+            tiles, where = self.tiles[at] - middle, problems[self.rows[at]]
+            notes = np.empty((*at.shape, 3 + len(_REACH)), np.float32)
+            notes[..., 0], notes[..., 1:-2], notes[..., -1] = tiles, where, 1
+            notes[..., -2] = -0.5 * (tiles**2 + (where**2).sum(2))
+            sums = np.stack([there, there * self.errors[at]], 1).astype(np.float32)
+            found.append(_Group(kernels, middle, notes, sums))
+        return found
+
+
+class _Group(NamedTuple):
+    """The notes of some kernels that have about as many.
+
+    Half the negative square of a distance is a product: (x - y)² is x² - 2xy + y².
+
+    Attributes
+    ----------
+    kernels : array
+        The kernels, of shape (kernels,).
+    middle : array
+        Amid the coordinates of each kernel's notes by its tiles, of shape (kernels, 1).
+    notes : array
+        The coordinates of each note by tiles and by problem, half the negative sum of their squares, and 1, of shape
+        (kernels, notes, coordinates + 2).
+    sums : array
+        Matrices that add up weights, and errors by weights, of shape (kernels, 2, notes). What fills up the notes of
+        kernels that have fewer counts for nothing.
+    """
+
+    kernels: Places
+    middle: Floats
+    notes: NDArray[np.float32]
+    sums: NDArray[np.float32]
