@@ -134,7 +134,7 @@ CORRUPTIONS = {
     "manifest no object": lambda a: (a.folder / "manifest.json").write_text("[1]"),
     "manifest deep": lambda a: (a.folder / "manifest.json").write_text("[" * 100_000),
     "manifest huge": lambda a: os.truncate(a.folder / "manifest.json", 1 << 30),
-    "manifest of a later format": lambda a: edit_manifest(a, format=2),
+    "manifest of a later format": lambda a: edit_manifest(a, format=FORMAT + 1),
     "manifest with another key": lambda a: edit_manifest(a, key="0" * 64),
     "manifest with another identity": lambda a: edit_manifest(a, identity=dict(a.manifest["identity"], flags=[])),
     "manifest without files": lambda a: edit_manifest(a, files={}),
@@ -231,7 +231,7 @@ def test_what_others_publish_or_remove_is_noticed(store, put, reads):
 
 def test_folders_that_do_not_change_are_not_looked_at_again(store, put, monkeypatch):
     put(source="a")
-    for folder in (store.root / "v1").iterdir():
+    for folder in (store.root / f"v{FORMAT}").iterdir():
         os.utime(folder, (1000, 1000))
     store.find(identity.source_identity(SPEC, "b"))
     looked = []
@@ -239,7 +239,7 @@ def test_folders_that_do_not_change_are_not_looked_at_again(store, put, monkeypa
     monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or scan(path))
     assert store.find(identity.source_identity(SPEC, "a"))
     assert store.find(identity.source_identity(SPEC, "b")) is None
-    assert looked == [store.root / "v1"] * 2
+    assert looked == [store.root / f"v{FORMAT}"] * 2
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS.keys())

@@ -9,6 +9,7 @@ import pytest
 from fake_toolkit import sm80_spec
 
 from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.artifacts.entry import FORMAT
 from cutlass_ops.base.errors import StoreError
 
 SPEC = sm80_spec()
@@ -72,7 +73,7 @@ def test_a_store_that_vanishes_is_made_again(store, put):
     assert store.lookup(put().key)
 
 
-@pytest.mark.parametrize("name", ["tmp", "locks", "v1", "failed"])
+@pytest.mark.parametrize("name", ["tmp", "locks", f"v{FORMAT}", "failed"])
 @pytest.mark.parametrize("kind", ["link", "open to others"])
 def test_a_folder_in_which_others_can_plant_anything_is_refused(store, put, tmp_path, name, kind):
     elsewhere = tmp_path / "elsewhere"

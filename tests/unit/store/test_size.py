@@ -12,6 +12,7 @@ from fake_toolkit import HMMA, library, sm80_spec
 
 from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.artifacts.entry import FORMAT
 from cutlass_ops.base import recency
 from cutlass_ops.base.errors import LoadError
 
@@ -31,14 +32,14 @@ def used(artifact, seconds):
 
 def test_the_least_recently_used_go(store, put, monkeypatch):
     first, second, third = (used(put(sm80_spec(stages)), 100 - stages) for stages in (2, 3, 4))
-    size = bytes_of(store.root / "v1")
+    size = bytes_of(store.root / f"v{FORMAT}")
     assert store.size() == size
     monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", str(size + 40))
     assert store.lookup(first.key)  # used again
     assert list(store.entries()) == sorted((first, second, third), key=lambda a: a.key)  # to list them is no use
     fourth = put(sm80_spec(5))
     assert {a.key for a in store.entries()} == {first.key, third.key, fourth.key}
-    assert bytes_of(store.root / "v1") <= size + 40
+    assert bytes_of(store.root / f"v{FORMAT}") <= size + 40
     assert store.lookup(second.key) is None
     assert list((store.root / "tmp").iterdir()) == []
 
@@ -49,7 +50,7 @@ def test_a_store_stays_within_its_limit(store, put, monkeypatch):
     for number in range(20):
         made = put(sm80_spec(2), f"{number:0100}")
         assert store.lookup(made.key) == made
-        assert bytes_of(store.root / "v1") <= 3 * size + size // 2
+        assert bytes_of(store.root / f"v{FORMAT}") <= 3 * size + size // 2
     assert len(list(store.entries())) == 3
 
 
@@ -161,7 +162,7 @@ def test_what_is_removed_right_after_it_was_published_is_no_error(store, put, mo
 
     def remove(path):
         sync(path)
-        if path.parent.name == "v1":
+        if path.parent.name == f"v{FORMAT}":
             for folder in path.iterdir():
                 store.discard(folder)
 
