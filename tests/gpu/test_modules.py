@@ -1,6 +1,7 @@
 """Modules on a GPU: their kernels forward and backward, against PyTorch's results and gradients."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -75,10 +76,12 @@ def test_a_captured_step_and_further_steps(name, monkeypatch):
     wanted = step(module, module, x)
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     torch.cuda.synchronize()
+    gc.collect()  # what other tests left
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         assert all(map(torch.equal, step(module, module, x), wanted))
     torch.cuda.synchronize()
+    gc.collect()
     assert torch.cuda.memory_allocated() == before
     grad = torch.linspace(-1, 1, wanted[0].numel(), device="cuda").reshape(wanted[0].shape).to(BF16)
     stream = torch.cuda.Stream()
