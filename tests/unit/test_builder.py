@@ -13,11 +13,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from fake_toolkit import FFMA, HMMA, STALE_FLAG, FakeToolkit, library, sm80_spec, sm90_spec
 
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
-from cutlass_ops.base import locks
+from cutlass_ops.base import locks, reuse
 from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import builder as build_module
@@ -551,3 +551,13 @@ def test_a_read_only_store(toolkit, processes):
         assert "CUTLASS_OPS_CACHE_DIR" in message
         for path in (root, *root.rglob("*")):
             path.chmod(0o755)
+
+
+def test_a_flag_that_gives_a_register_its_former_value_is_cleared_before_a_kernel_is_stored(toolkit, toolchain, store):
+    made = library(HMMA, more=STALE_FLAG)
+    with pytest.raises(CompileError, match="former value"):
+        reuse.require_none_stale(made, "it")
+    toolkit.makes(made)
+    stored = build_artifact(SPEC, store=store, toolchain=toolchain).read_library()
+    reuse.require_none_stale(stored, "it")
+    assert stored == reuse.mended(made) != made
