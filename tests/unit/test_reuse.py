@@ -1,13 +1,17 @@
 """Operand reuse flags whose register is written before it is read again."""
 
 import contextlib
+import re
 import struct
+import subprocess
 
 import pytest
 from fake_toolkit import HGMMA, HMMA, UTMALDG, elf, library, sm90_spec
 
-from cutlass_ops.base import reuse
-from cutlass_ops.base.errors import CompileError
+from cutlass_ops.base import arch, reuse
+from cutlass_ops.base.errors import CompileError, ToolchainError
+from cutlass_ops.compilation.compiler import compile_kernel
+from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.kinds.proof import prove_tensor_cores
 
 # From a kernel by ptxas 13.0.88 whose D was zero wherever the last instruction packed R23: it got the former value.
@@ -87,3 +91,56 @@ def test_truncated_machine_code_is_an_error():
     for size in range(65, len(whole) - 4):
         with contextlib.suppress(CompileError):  # and nothing else
             reuse.require_none_stale(whole[:size], "it")
+
+
+# Sums of products in registers, of several types and with immediates, so that most operands are kept somewhere.
+PROBE = r"""
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#include <cstdint>
+template <class T>
+__device__ T both(T x, T y) { return x > y ? x * y : x + y; }
+template <class T>
+__device__ void outer(T* o, T const* a, int n) {
+  T x[6], y[6], sums[6][6] = {};
+  for (int k = 0; k < n; ++k) {
+    for (int i = 0; i < 6; ++i) x[i] = a[k * 12 + i], y[i] = a[k * 12 + 6 + i];
+    for (int i = 0; i < 6; ++i)
+      for (int j = 0; j < 6; ++j) sums[i][j] += x[i] * y[j];
+  }
+  for (int i = 0; i < 6; ++i)
+    for (int j = 0; j < 6; ++j) o[i * 6 + j] = both<T>(sums[i][j], x[i]) + (sums[i][j] + y[j]) * (x[j] - y[i]);
+}
+__global__ void probe(float* f, double* d, int* i, uint32_t* u, __half2* h, int n) {
+  outer(f, f + 99, n);
+  outer(d, d + 99, n);
+  outer(i, i + 99, n);
+  for (int k = 0; k < 16; ++k) u[k] = (u[k + 16] ^ u[17]) + (u[k + 16] & u[18]) * 5u + (u[k + 16] >> 3 | u[17] << 2);
+  for (int k = 0; k < 8; ++k) h[k] = __hfma2(h[k + 8], h[20], h[k + 9]) + h[20] * h[k + 8];
+  for (int k = 0; k < 8; ++k) f[k] += __half2float(h[k].x) + fmaxf(f[k + 8], f[20]) * 1.5f + f[20];
+}
+#endif
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_registers_are_where_the_disassembler_names_them(tmp_path, target):
+    try:
+        toolchain = find_toolchain()
+    except ToolchainError as exc:
+        pytest.skip(str(exc))
+    if toolchain.cuobjdump is None or toolchain.nvdisasm is None:
+        pytest.skip("no cuobjdump and nvdisasm")
+    (tmp_path / "kernel.cu").write_text(PROBE)
+    compile_kernel(tmp_path, "kernel.cu", "kernel.so", arch.target(target), toolchain)
+    command = [toolchain.cuobjdump, "-sass", tmp_path / "kernel.so"]
+    path = {"PATH": f"{toolchain.nvdisasm.parent}:/usr/bin:/bin"}
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=path).stdout
+    flags = 0
+    for said, low, high in re.findall(r"\*/\s+(.*?);\s+/\* 0x(\w{16}) \*/\s+/\* 0x(\w{16}) \*/", text):
+        named = sorted(map(int, re.findall(r"\bR(\d+)\|?\.reuse", said)))
+        words = int(low, 16), int(high, 16)
+        assert sorted(reuse.flagged(*words).values()) == named, said
+        flags += len(named)
+    assert flags > 100
