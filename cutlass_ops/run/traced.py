@@ -666,7 +666,7 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
 
     PyTorch's tracer would ignore an ordinary cache and make an op at every call.
     """
-    name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
+    name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024, typed=True)(make)
     _REMEMBERED[name] = cached
     defaults, count = make.__defaults__ or (), make.__code__.co_argcount
 
