@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import tvm_ffi
 from torch import Tensor
 
 try:
@@ -40,6 +39,7 @@ except ImportError as exc:
         "for the CPU alone"
     ) from exc
 
+from cutlass_ops.artifacts.loader import as_exported
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.base.session import cached
 from cutlass_ops.choose import dispatch
@@ -339,7 +339,7 @@ def _target(spec: KernelSpec, *, in_workspace: bool) -> str:
     # A name is registered for good, and another session may have another build of the kernel.
     name = f"cutlass_ops.{next(_serials)}.{spec.slug}"
     order = ["args", "attrs.raster", "attrs.swizzle"]
-    launch = tvm_ffi.convert(functools.partial(_launch_in_workspace, kernel.launch)) if in_workspace else kernel.launch
+    launch = as_exported(functools.partial(_launch_in_workspace, kernel.launch)) if in_workspace else kernel.launch
     jax_tvm_ffi.register_ffi_target(name, launch, order, platform=_PLATFORM, pass_owned_tensor=in_workspace)
     return name
 

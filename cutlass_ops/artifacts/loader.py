@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.base import arch, env, forks
 from cutlass_ops.base.errors import LoadError
@@ -250,6 +250,11 @@ def _unique(descriptor: int) -> str:
     """
     high, low = divmod(next(_serials), 256)
     return f"/proc{'/' * (1 + high)}self{'/' * (1 + low)}fd/{descriptor}"
+
+
+def as_exported(function: Callable[..., Any]) -> Any:
+    """Return a Python function as a function of tvm-ffi, as kernels export them, for what calls those."""
+    return _import_tvm_ffi().convert(function)
 
 
 def _import_tvm_ffi() -> ModuleType:
