@@ -70,6 +70,18 @@ def gpu_images(library: bytes) -> Iterator[bytes]:
         at = library.find(_MAGIC, at + len(_MAGIC))
 
 
+def gpu_code(library: bytes) -> Iterator[bytes]:
+    """Yield the contents of each section with instructions in a shared library's GPU images.
+
+    Raises
+    ------
+    struct.error
+        If an image is truncated, or there are more than any kernel's library has.
+    """
+    for image in gpu_images(library):
+        yield from (section.data for section in sections(image) if section.executable)
+
+
 def sm_version(image: bytes) -> int:
     """Return the compute capability of a GPU image as two digits: 90 for sm_90 and sm_90a.
 

@@ -125,7 +125,7 @@ def require_none_stale(library: bytes, where: str) -> None:
 
 def _executable(library: bytes) -> list[bytes]:
     try:
-        return [s.data for image in elf.gpu_images(library) for s in elf.sections(image) if s.executable]
+        return list(elf.gpu_code(library))
     except struct.error as exc:
         raise CompileError(f"the machine code cannot be read: {exc}") from None
 

@@ -39,12 +39,9 @@ def opcodes(library: bytes, where: str) -> dict[str, int]:
     counts: Counter[str] = Counter()
     sections = 0
     try:
-        for image in elf.gpu_images(library):
-            for code in (s.data for s in elf.sections(image) if s.executable):
-                sections += 1
-                counts.update(
-                    OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES
-                )
+        for code in elf.gpu_code(library):
+            sections += 1
+            counts.update(OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES)
     except struct.error as exc:
         raise CompileError(f"the machine code in {where} cannot be read: {exc}") from None
     if not sections:
