@@ -1,24 +1,28 @@
-"""Build the kernels that tests without a compiler said they lack, side by side.
+"""Build the kernels that tests lack, side by side, and run the tests.
 
-    CUTLASS_OPS_JIT=0 python -m pytest tests/gpu/test_fp8.py tests/gpu/test_modules.py > log.txt
-    python -m tests.gpu.missing log.txt
+    python -m tests.gpu.missing tests/gpu/test_fp8.py tests/gpu/test_modules.py
+    CUTLASS_OPS_JIT=0 python -m pytest tests/gpu/test_fp8.py > log.txt; python -m tests.gpu.missing log.txt
 
-A test stops at the first kernel that is missing, so this takes as many turns as a test needs kernels, two or three. A
-turn costs what the slowest kernel does, where tests that compile for themselves wait for one kernel after the other.
+Without a compiler a test stops at the first kernel that is missing, so files of tests take as many turns as a test
+needs kernels, two or three. A turn costs what the slowest kernel does, where tests that compile for themselves wait
+for one kernel after the other. Logs are built from, and nothing is run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
 _SAID = re.compile(r"SPEC\.json: *(?=\{)")
+_TURNS = 6  # at most
 
 
 def missing(text: str) -> Iterator[Declaration]:
@@ -31,11 +35,31 @@ def missing(text: str) -> Iterator[Declaration]:
             yield declaration_from_json(found)
 
 
-def main() -> None:
-    """Build what the logs named on the command line lack."""
-    found = dict.fromkeys(spec for path in sys.argv[1:] for spec in missing(Path(path).read_text(errors="replace")))
-    print(f"{len(found)} missing")
+def build(logs: Sequence[str]) -> int:
+    """Build what logs say is missing; return how many kernels that is."""
+    found = dict.fromkeys(spec for log in logs for spec in missing(log))
+    print(f"{len(found)} missing", flush=True)
     build_many(list(found))
+    return len(found)
+
+
+def run(tests: Sequence[str]) -> int:
+    """Run tests without a compiler and build what they lack until nothing is missing, then with one; return the status."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    for _ in range(_TURNS):
+        log = subprocess.run(pytest, env=os.environ | {"CUTLASS_OPS_JIT": "0"}, stdout=subprocess.PIPE, text=True)
+        if not build([log.stdout]):
+            break
+    return subprocess.run(pytest).returncode
+
+
+def main() -> None:
+    """Build what the logs named on the command line lack, or run the tests."""
+    logs = [Path(name) for name in sys.argv[1:] if name.endswith((".txt", ".log"))]
+    if logs:
+        build([log.read_text(errors="replace") for log in logs])
+    else:
+        sys.exit(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":
