@@ -32,6 +32,7 @@ exit $status
 
 PIPE = subprocess.PIPE
 _PATIENCE = 0.5  # seconds until SIGKILL; the shell ignores SIGTERM if this process does
+_SHOWN = 12  # lines
 _SHELLS = 10  # the shell uses descriptors below this
 
 # The pipe ends that keep programs alive, and their programs. A fork of this process must close its copies.
@@ -161,3 +162,8 @@ def ask(command: Sequence[str], timeout: float, **options: Any) -> tuple[int, st
             raise TimeoutError(f"it did not end within {timeout:.0f} s") from None
         raise
     return program.returncode, said.decode(errors="replace")
+
+
+def last_lines(said: str) -> str:
+    """Return the last lines of an output, which say why a program failed."""
+    return "\n".join([line for line in said.splitlines() if line.strip()][-_SHOWN:])

@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cutlass_ops.base import env
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(request):
     """Compile what the tests of this run need, once and side by side, before the first one."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and env.jit_enabled():
         from tests.gpu import kernels
 
         items = [item for item in request.session.items if "gpu" in item.keywords]

@@ -44,7 +44,7 @@ def build(logs: Sequence[str]) -> int:
 
 
 def run(tests: Sequence[str]) -> int:
-    """Run tests without a compiler and build what they lack until nothing is missing, then with one; return the status."""
+    """Build what tests lack, turn by turn, then run them with a compiler; return the exit status."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     for _ in range(_TURNS):
         log = subprocess.run(pytest, env=os.environ | {"CUTLASS_OPS_JIT": "0"}, stdout=subprocess.PIPE, text=True)

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from cutlass_ops.base.errors import ConfigError, MeasuringError, NoDeviceError
 from cutlass_ops.declare.chips import CHIPS
-from cutlass_ops.tools.profile import counters, ncu, plotting, profiling, report, tracing
+from cutlass_ops.tools.profile import counters, names, ncu, plotting, profiling, report, tracing
 from cutlass_ops.tools.profile.counters import Kernel
 from cutlass_ops.tools.profile.diagnosis import diagnose
 from cutlass_ops.tools.profile.ncu import Refusal, Request
@@ -197,6 +198,47 @@ def test_other_pictures_are_refused(tmp_path):
         plotting.require(tmp_path / "roofline.pdf")
 
 
+RECORDED = Path(__file__).parents[1] / "golden" / "ncu_h100.csv"
+# What torch.profiler calls the kernels of the recording.
+ADD = "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
+TRACED = [
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize256x128x8_stage3_warpsize4x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
+    f"void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, {ADD}",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
+    "::{lambda(float)#1}, std::array<char*, 2ul> >(int, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
+    "::{lambda(float)#1}, std::array<char*, 2ul>)",
+    "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, F, G>(long, F)",
+    "void at::native::reduce_kernel<512, 1, R>(R)",
+]
+
+
+def test_a_recording_of_an_h100_is_read_and_judged():
+    by_name = {kernel.name.partition("<")[0]: kernel for kernel in profiling.read(RECORDED).kernels}
+    fp32, half = (next(k for name, k in by_name.items() if name.startswith(x)) for x in ("sm80_xmma", "nvjet"))
+    add = by_name["at::vectorized_elementwise_kernel"]
+    assert [round(k.tensor) for k in (half, fp32)] == [90, 0]
+    assert round(fp32.fma) == 80
+    assert (half.wgmma, fp32.wgmma, half.calls, half.registers) == (True, False, 2, 168)
+    assert "gmma" in half.stalls
+    assert [diagnose(k).name for k in (half, fp32, add)] == ["healthy", "cuda-cores", "memory-bound"]
+
+
+def test_names_of_both_profilers_are_paired():
+    recorded = [kernel.name for kernel in profiling.read(RECORDED).kernels]
+    found = names.paired(recorded, [names.shortened(name) for name in TRACED])
+    assert len(recorded) == 5
+    assert sorted(found) == sorted(recorded)
+    for name, other in found.items():
+        for word in ("nvjet", "xmma", "CUDAFunctor_add", "bfloat16_copy", "distribution_elementwise"):
+            assert (word in name) == (word in other), name
+
+
+def test_names_that_two_kernels_may_have_are_not_paired():
+    assert names.paired(["f<A>", "f<B>"], ["n::f<C>", "n::f<D>"]) == {}
+    assert names.paired(["f<A>", "f<B>"], ["n::f<n::B>", "n::f<D>"]) == {"f<B>": "n::f<n::B>", "f<A>": "n::f<D>"}
+
+
 # ---- ncu ------------------------------------------------------------------------------------------------------------
 
 REQUEST = Request(("python", "train.py", "--steps", "3"), launches=5, skip=2, kernels="gemm|mma")
@@ -284,12 +326,30 @@ def test_a_script_is_counted_and_its_csv_kept(tmp_path, gpu, fake_ncu):
 
 def test_without_permission_times_are_taken_by_pytorch(tmp_path, gpu, fake_ncu, monkeypatch):
     fake_ncu("==ERROR== ERR_NVGPUCTRPERM")
-    monkeypatch.setattr(profiling, "trace", lambda program, timeout: [Kernel("k", 2, 30.0, (9, 0))])
+    monkeypatch.setattr(profiling, "trace", lambda *_: [Kernel("k", 2, 30.0, (9, 0))])
     script = tmp_path / "train.py"
     script.write_text("")
     found, refusal = profiling.run(profiling.Asked(str(script), ()))
     assert (found.source, [d.name for d in found.diagnoses]) == ("torch.profiler", ["time only"])
     assert "--cap-add=SYS_ADMIN" in refusal.why
+
+
+def test_what_a_program_needs_is_compiled_before_it_runs_under_ncu(tmp_path, gpu, monkeypatch):
+    ran, script = [], tmp_path / "train.py"
+
+    def counted(request, timeout, env):
+        ran.append(("ncu", env["CUTLASS_OPS_JIT"], env["CUTLASS_OPS_STAND_IN"]))
+        return raw(HEALTHY)
+
+    monkeypatch.delenv("CUTLASS_OPS_JIT", raising=False)
+    monkeypatch.setattr(ncu, "count", counted)
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with monkeypatch.context() as patched:
+        patched.setattr(profiling, "trace", lambda program, timeout, env: ran.append(("traced",)) or [])
+        profiling.run(profiling.Asked(str(script), ()))
+    profiling.run(profiling.Asked(str(script), (), traced=False))
+    assert ran == [("traced",), ("ncu", "0", "0"), ("ncu", "0", "0")]
+    assert (tmp_path / "ran").exists()  # without the profiler it runs by itself
 
 
 def test_without_ncu_it_says_where_it_comes_from(gpu, monkeypatch):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from cutlass_ops.tools.profile.names import shortened
+
 # What is asked of ncu. Sections have what the chip has; these metrics are on all chips since Volta.
 SECTIONS = (
     "SpeedOfLight",
@@ -162,18 +164,6 @@ def _number(value: str, unit: str) -> float | None:
 def _capability(text: str) -> dict[str, float]:
     major, _, minor = text.partition(".")
     return {"major": float(major), "minor": float(minor or 0)} if major.isdigit() else {}
-
-
-def shortened(name: str) -> str:
-    """Return a kernel's name without its parameters: those of a function come last, and templates may have some too."""
-    if not name.endswith(")"):
-        return name
-    depth = 0
-    for place in range(len(name) - 1, -1, -1):
-        depth += (name[place] == ")") - (name[place] == "(")
-        if depth == 0:
-            return name[:place].removeprefix("void ").strip() or name
-    return name
 
 
 def _together(name: str, launches: list[Mapping[str, float]]) -> Kernel:

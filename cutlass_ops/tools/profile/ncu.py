@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,6 @@ _PERMISSION = "ERR_NVGPUCTRPERM"
 # What ncu prints when it cannot start on a machine, such as some virtual ones.
 _UNUSABLE = ("Failed to initialize the profiler", "LibraryNotLoaded", "Profiling is not supported", "DriverNotLoaded")
 _NO_KERNELS = "No kernels were profiled"
-_SHOWN = 12  # last lines of an output that say why something failed
 
 ADMINISTRATOR = (
     "hardware counters are for administrators on this machine. Ask the administrator for one of these:\n"
@@ -99,7 +99,7 @@ def find() -> str | None:
     return shutil.which("ncu") or next((place for place in _PLACES if os.access(place, os.X_OK)), None)
 
 
-def count(request: Request, timeout: float) -> str | Refusal:
+def count(request: Request, timeout: float, env: Mapping[str, str] | None = None) -> str | Refusal:
     """Run a program under ncu; return ncu's CSV, or why there is none.
 
     Parameters
@@ -108,6 +108,8 @@ def count(request: Request, timeout: float) -> str | Refusal:
         The program.
     timeout : float
         Seconds until it is killed. ncu runs each kernel several times, so a program takes much longer.
+    env : mapping of str to str, optional
+        The program's environment.
 
     Raises
     ------
@@ -119,7 +121,7 @@ def count(request: Request, timeout: float) -> str | Refusal:
         return Refusal(INSTALL, request.command("ncu", "counters.csv"))
     with tempfile.TemporaryDirectory(prefix="cutlass-ops-") as folder:
         log = Path(folder) / "counters.csv"
-        status, said = programs.ask(request.command(ncu, str(log)), timeout)
+        status, said = programs.ask(request.command(ncu, str(log)), timeout, env=env)
         text = log.read_text(errors="replace") if log.exists() else ""
     return judged(request, ncu, status, text, said)
 
@@ -130,14 +132,9 @@ def judged(request: Request, ncu: str, status: int, text: str, said: str) -> str
     if _PERMISSION in whole:
         return Refusal(ADMINISTRATOR, command)
     if any(sign in whole for sign in _UNUSABLE):
-        return Refusal(f"ncu does not work on this machine: {_last(whole)}\nUse another machine", command)
+        return Refusal(f"ncu does not work on this machine: {programs.last_lines(whole)}\nUse another machine", command)
     if '"ID"' in text:
         return text
     if _NO_KERNELS in whole and status == 0:
         return Refusal("no kernel ran, or none that was asked for: check --kernels, --skip and --launches", command)
-    return Refusal(f"the program failed (exit status {status}):\n{_last(said or text)}", command)
-
-
-def _last(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-_SHOWN:])
+    return Refusal(f"the program failed (exit status {status}):\n{programs.last_lines(said or text)}", command)

@@ -10,15 +10,16 @@ import runpy
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cutlass_ops.base import programs
 from cutlass_ops.base.errors import MeasuringError
-from cutlass_ops.tools.profile.counters import Kernel, shortened
+from cutlass_ops.tools.profile.counters import Kernel
+from cutlass_ops.tools.profile.names import shortened
 
 
-def trace(program: Sequence[str], timeout: float) -> list[Kernel]:
+def trace(program: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> list[Kernel]:
     """Run a Python program under torch.profiler; return its kernels' times, longest first.
 
     Parameters
@@ -27,6 +28,8 @@ def trace(program: Sequence[str], timeout: float) -> list[Kernel]:
         A script or ``-m`` and a module, and its arguments.
     timeout : float
         Seconds until it is killed.
+    env : mapping of str to str, optional
+        Its environment.
 
     Raises
     ------
@@ -38,10 +41,11 @@ def trace(program: Sequence[str], timeout: float) -> list[Kernel]:
     with tempfile.TemporaryDirectory(prefix="cutlass-ops-") as folder:
         out = Path(folder) / "times.json"
         command = [sys.executable, "-m", "cutlass_ops.tools.profile.tracing", str(out), *program]
-        status, said = programs.ask(command, timeout)
+        status, said = programs.ask(command, timeout, env=env)
         if status != 0 or not out.exists():
-            last = "\n".join(said.splitlines()[-12:])
-            raise MeasuringError(f"the program failed under torch.profiler (exit status {status}):\n{last}")
+            raise MeasuringError(
+                f"the program failed under torch.profiler (exit status {status}):\n{programs.last_lines(said)}"
+            )
         found = json.loads(out.read_text())
     kernels = [Kernel(x["name"], x["calls"], x["microseconds"], tuple(x["capability"])) for x in found]
     return sorted(kernels, key=lambda kernel: -kernel.microseconds)
