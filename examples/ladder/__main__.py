@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, help="M, N and K, such as 4096x4096x1024")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--plot", type=Path, help="draw the result, as SVG or PNG; needs matplotlib")
+    parser.add_argument("--counters", action="store_true", help="count what each rung does at the first shape, by ncu")
+    parser.add_argument("--folder", type=Path, help="keep compiled rungs here, and compile only what has changed")
     parser.add_argument("--once", action="store_true", help="run each rung once and time nothing, for a profiler")
     return parser.parse_args()
 
@@ -38,13 +41,15 @@ def _shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(str(exc)) from None
 
 
-def build_all(rungs: tuple[Rung, ...], shapes: tuple[Shape, ...]) -> tuple[dict[Rung, Built], list[str]]:
+def build_all(
+    rungs: tuple[Rung, ...], shapes: tuple[Shape, ...], folder: Path | None = None
+) -> tuple[dict[Rung, Built], list[str]]:
     """Build rungs, say what each was proven to be, and return those that there are, and what failed."""
     found: dict[Rung, Built] = {}
     failed = []
     for rung in rungs:
         try:
-            found[rung] = build(rung, shapes=shapes)
+            found[rung] = build(rung, folder, shapes)
         except Missing as exc:
             print(f"rung {rung.name:4} not built: it needs {exc}")
             continue
@@ -82,7 +87,7 @@ def check_and_time(found: dict[Rung, Built], shapes: tuple[Shape, ...]) -> tuple
 
 
 def run_once(found: dict[Rung, Built], shapes: tuple[Shape, ...]) -> None:
-    """Run each rung once at each shape."""
+    """Run each rung once at each shape, between marks for a profiler, after a run without."""
     from . import measuring
 
     for shape in shapes:
@@ -90,8 +95,13 @@ def run_once(found: dict[Rung, Built], shapes: tuple[Shape, ...]) -> None:
         for rung, built in found.items():
             if built.product is not None:
                 print(f"{shape}, rung {rung.name}", flush=True)
-                built.product(a, b, a.new_empty(shape.m, shape.n))
+                d = a.new_empty(shape.m, shape.n)
+                built.product(a, b, d)
                 torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+                built.product(a, b, d)
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
 
 
 def main() -> None:
@@ -105,7 +115,12 @@ def main() -> None:
     os.environ["CUTLASS_OPS_STAND_IN"] = "0"  # calls wait for the kernels that they choose, which are timed
     # Parts of K are added up in FP32 by cuBLAS as well.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    found, failed = build_all(rungs, shapes)
+    with tempfile.TemporaryDirectory(prefix="ladder.") as temporary:
+        _climb(options, rungs, shapes, options.folder or Path(temporary))
+
+
+def _climb(options: argparse.Namespace, rungs: tuple[Rung, ...], shapes: tuple[Shape, ...], folder: Path) -> None:
+    found, failed = build_all(rungs, shapes, folder)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         has = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         print(f"Nothing was checked or timed: that needs a Hopper GPU with PyTorch for CUDA, and there is {has}.")
@@ -115,6 +130,8 @@ def main() -> None:
         sys.exit(f"failed: rungs {', '.join(failed)}" if failed else 0)
     rows, wrong = check_and_time(found, shapes)
     result = {**_environment(), "built": {r.name: _described(r, b) for r, b in found.items()}, "rows": rows}
+    if options.counters:
+        result |= _counted([row["rung"] for row in rows if row["shape"] == list(shapes[0])], shapes[0], folder)
     for shape in shapes:
         print(f"\nM x N x K = {shape}", *report.table(result, shape), sep="\n")
     if options.out is not None:
@@ -123,6 +140,16 @@ def main() -> None:
         _draw(result, options.plot)
     if failed or wrong:
         sys.exit(f"failed: rungs {', '.join(failed + wrong)}")
+
+
+def _counted(names: list[str], shape: Shape, folder: Path) -> dict[str, Any]:
+    from . import counting
+
+    try:
+        return {"counters": counting.count(names, shape, folder), "counted_at": list(shape)}
+    except (counting.NotCounted, TimeoutError) as exc:
+        print(f"no counters: {exc}")
+        return {}
 
 
 def _environment() -> dict[str, Any]:

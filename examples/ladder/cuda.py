@@ -36,7 +36,7 @@ class BuildError(RuntimeError):
 
 
 def compile_rung(source: str, toolchain: Toolchain, folder: Path) -> Path:
-    """Compile a rung into a shared library.
+    """Compile a rung into a shared library, unless the folder has one that is newer than all sources.
 
     Parameters
     ----------
@@ -54,6 +54,8 @@ def compile_rung(source: str, toolchain: Toolchain, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / source.replace(".cu", ".so")
+    if library.exists() and library.stat().st_mtime > max(each.stat().st_mtime for each in FOLDER.glob("*.cu*")):
+        return library
     folders = [f"-L{each}" for each in toolchain.lib_dirs]
     command = [str(toolchain.nvcc), f"-ccbin={toolchain.host_compiler}", *FLAGS, *folders]
     command += ["-o", str(library), str(FOLDER / source)]
@@ -64,9 +66,11 @@ def compile_rung(source: str, toolchain: Toolchain, folder: Path) -> Path:
         raise BuildError(f"{source} does not compile:\n{said}\n{' '.join(command)}")
     slow = _SLOW.search(said)
     if slow is not None:
+        library.unlink()
         raise BuildError(f"{source} compiles into slow code: {slow[0].strip()}")
     spilled = [int(stores) for stores, _ in _RESOURCES.findall(said)]
     if any(spilled):
+        library.unlink()
         raise BuildError(f"{source} spills {max(spilled)} bytes of registers a thread")
     return library
 

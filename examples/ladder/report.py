@@ -67,6 +67,31 @@ def compared(result: Mapping[str, Any]) -> list[tuple[str, str, float, int]]:
     ]
 
 
+def counted(result: Mapping[str, Any]) -> list[str]:
+    """Return a Markdown table of what ncu counted of each rung, if it did."""
+    from .rungs import RUNGS
+
+    found = result.get("counters", {})
+    if not found:
+        return []
+    lines = [
+        f"What Nsight Compute counts at {'×'.join(map(str, result['counted_at']))}, in percent of the peaks. The last "
+        "column has how many cycles a warp waits between two instructions, and for what:",
+        "",
+        "| Rung | What | Tensor Cores | FP32 pipe | DRAM | L2 | L2 hits | warps | registers | warps wait for |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    columns = ("tensor", "fma", "dram", "l2", "l2_hits", "occupancy")
+    for rung in RUNGS:
+        if rung.name in found:
+            kernel = found[rung.name]
+            cells = ["" if kernel[name] is None else f"{kernel[name]:.0f}%" for name in columns]
+            waits = sorted(kernel["stalls"], key=lambda name: -kernel["stalls"][name])[:2]
+            named = ", ".join(f"{name.replace('_', ' ')} {kernel['stalls'][name]:.1f}" for name in waits)
+            lines.append(f"| {rung.name} | {rung.title} | {' | '.join(cells)} | {kernel['registers']} | {named} |")
+    return [*lines, ""]
+
+
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draw every shape's TFLOP/s, with the literature's at 4096 x 4096 x 4096.
 
@@ -119,7 +144,7 @@ def numbers(result: Mapping[str, Any]) -> str:
     lines = [f"{result['chip']}, {result['date']}; {versions}.", ""]
     for shape in dict.fromkeys(Shape(*row["shape"]) for row in result["rows"]):
         lines += [f"M×N×K = {'×'.join(map(str, shape))}:", "", *table(result, shape), ""]
-    lines += ["![Every rung at every shape](ladder/rungs.svg)", ""]
+    lines += ["![Every rung at every shape](ladder/rungs.svg)", "", *counted(result)]
     lines += ["| Rung | Literature | reported | here | |", "| --- | --- | ---: | ---: | --- |"]
     for name, what, here, reported in compared(result):
         lines.append(f"| {name} | {what} | {reported} | {here:.0f} | {'beaten' if here > reported else 'not beaten'} |")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cutlass_ops.tools.profile import ncu
 from examples.ladder import __main__ as ladder
-from examples.ladder import cuda, measuring, problem, proof, report, rungs
+from examples.ladder import counting, cuda, measuring, problem, proof, report, rungs
 from examples.ladder.problem import EDGES, Shape, padded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,6 +230,32 @@ def test_the_document_is_of_the_committed_result():
     text = report.DOCUMENT.read_text()
     found = report.insert(text, "numbers", report.numbers(json.loads(report.RESULT.read_text())), report.BY)
     assert found == text, "run python -m examples.ladder.report"
+
+
+RECORDED = (ROOT / "tests" / "golden" / "ncu_h100.csv").read_text()
+NAMES = ["1", "2", "4", "5", "6", "7", "8", "10a", "11"]  # as many as the recording has launches
+
+
+def test_counters_are_given_to_rungs_in_their_order(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ncu, "count", lambda request, *_: asked.append(request) or RECORDED)
+    found = counting.count(NAMES, CUBE, tmp_path)
+    assert asked[0].marked
+    assert asked[0].program[-len(NAMES) :] == tuple(NAMES)
+    assert list(found) == NAMES
+    assert [name for name in NAMES if (found[name]["tensor"] or 0) > 50] == ["5", "8"]
+    table = report.counted({"counters": found, "counted_at": list(CUBE)})
+    assert len(table) == 4 + len(NAMES) + 1
+    assert next(line for line in table if line.startswith("| 4 ")).startswith(
+        f"| 5 | {rungs.BY_NAME['5'].title} | 90% | 0%"
+    )
+
+
+@pytest.mark.parametrize("found", [RECORDED, ncu.Refusal("hardware counters are for administrators", ("ncu", "x"))])
+def test_without_a_launch_for_each_rung_there_are_no_counters(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(ncu, "count", lambda *_: found)
+    with pytest.raises(counting.NotCounted, match=r"2 rungs launched 9 kernels|for administrators"):
+        counting.count(["1", "2"], CUBE, tmp_path)
 
 
 @pytest.mark.slow

@@ -111,9 +111,20 @@ def kernels(text: str) -> list[Kernel]:
     ValueError
         If there is no table in the text.
     """
-    launches = sorted(_launches(text), key=lambda launch: launch[0])
-    found = [_together(name, [metrics for _, metrics in group]) for name, group in groupby(launches, lambda x: x[0])]
+    by_name = sorted(_launches(text), key=lambda launch: launch[0])
+    found = [_together(name, [metrics for _, metrics in group]) for name, group in groupby(by_name, lambda x: x[0])]
     return sorted(found, key=lambda kernel: -kernel.microseconds)
+
+
+def launches(text: str) -> list[Kernel]:
+    """Return the launches of ncu's CSV, one by one and in their order.
+
+    Raises
+    ------
+    ValueError
+        If there is no table in the text.
+    """
+    return [_together(name, [metrics]) for name, metrics in _launches(text)]
 
 
 def _launches(text: str) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -166,8 +177,8 @@ def _capability(text: str) -> dict[str, float]:
     return {"major": float(major), "minor": float(minor or 0)} if major.isdigit() else {}
 
 
-def _together(name: str, launches: list[Mapping[str, float]]) -> Kernel:
-    times = [launch.get(TIME, 0.0) for launch in launches]
+def _together(name: str, metrics: list[Mapping[str, float]]) -> Kernel:
+    times = [launch.get(TIME, 0.0) for launch in metrics]
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(v, max(t, 1e-9)) for v, t in zip(values, times, strict=True) if v is not None]
@@ -176,19 +187,19 @@ def _together(name: str, launches: list[Mapping[str, float]]) -> Kernel:
     def counted(which: str) -> float | None:
         return mean(
             max((v for metric, v in launch.items() if _COMPILED[which].fullmatch(metric)), default=None)
-            for launch in launches
+            for launch in metrics
         )
 
-    stalls = sorted({match[1] for launch in launches for metric in launch if (match := _STALL.fullmatch(metric))})
-    cycles = {reason: mean(_stalled(launch, reason) for launch in launches) for reason in stalls}
+    stalls = sorted({match[1] for launch in metrics for metric in launch if (match := _STALL.fullmatch(metric))})
+    cycles = {reason: mean(_stalled(launch, reason) for launch in metrics) for reason in stalls}
     gmma, registers = counted("gmma"), counted("registers")
     # Where it is measured, the pipe's own cycles over the whole time are the number; instructions are a substitute.
-    tensor = mean(launch.get(TENSOR) for launch in launches)
+    tensor = mean(launch.get(TENSOR) for launch in metrics)
     return Kernel(
         name,
-        len(launches),
+        len(metrics),
         sum(times) / 1e3,
-        (int(launches[0].get("major", 0)), int(launches[0].get("minor", 0))),
+        (int(metrics[0].get("major", 0)), int(metrics[0].get("minor", 0))),
         counted("tensor") if tensor is None else tensor,
         counted("fma"),
         counted("dram"),
@@ -197,7 +208,7 @@ def _together(name: str, launches: list[Mapping[str, float]]) -> Kernel:
         counted("occupancy"),
         counted("waves"),
         None if gmma is None else gmma > 0,
-        mean(launch.get(BYTES) for launch in launches),
+        mean(launch.get(BYTES) for launch in metrics),
         None if registers is None else round(registers),
         {reason: value for reason, value in cycles.items() if value},
     )
