@@ -246,9 +246,8 @@ def test_counters_are_given_to_rungs_in_their_order(tmp_path, monkeypatch):
     assert [name for name in NAMES if (found[name]["tensor"] or 0) > 50] == ["5", "8"]
     table = report.counted({"counters": found, "counted_at": list(CUBE)})
     assert len(table) == 4 + len(NAMES) + 1
-    assert next(line for line in table if line.startswith("| 4 ")).startswith(
-        f"| 5 | {rungs.BY_NAME['5'].title} | 90% | 0%"
-    )
+    (line,) = [line for line in table if line.startswith("| 5 ")]
+    assert line.startswith(f"| 5 | {rungs.BY_NAME['5'].title} | 90% | 0%")
 
 
 @pytest.mark.parametrize("found", [RECORDED, ncu.Refusal("hardware counters are for administrators", ("ncu", "x"))])
