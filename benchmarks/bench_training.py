@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.run.recorded import PlainCall, calls_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 DTYPE = torch.bfloat16
@@ -183,18 +184,9 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
     """Check and time one layer."""
     found = variants(layer, n, k, peers, device="cuda", dtype=DTYPE)
     parameters = list(found.module.parameters())
-    of_d = n if layer == "linear_gelu" else k
-    # A decoder layer's rows are one sequence.
-    rows = (1, m) if layer == "decoder" else (m,)
     size = sum(p.numel() for p in parameters)
-    count = rotation(2 * (m * (k + of_d) + size))
-    sets = [
-        (
-            torch.randn(*rows, k, device="cuda", dtype=DTYPE).requires_grad_(),
-            torch.randn(*rows, of_d, device="cuda", dtype=DTYPE),
-        )
-        for _ in range(count)
-    ]
+    count = rotation(2 * (sum(x.numel() for x in operands(layer, m, n, k, "meta")) + size))
+    sets = [operands(layer, m, n, k, "cuda") for _ in range(count)]
     worst = error(found, *sets[0])
     torch.cuda.empty_cache()
     memory = {name: peak_mib(each, parameters, *sets[0]) for name, each in found.layers.items()}
@@ -208,14 +200,27 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
     }  # fmt: skip
 
 
-def build_ahead(cases: Iterable[tuple[str, int, int, int]]) -> None:
-    """Compile the kernels of all layers in parallel, by a step of each."""
+def operands(layer: str, m: int, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return a layer's input and the gradient of its result. A decoder layer's rows are one sequence."""
+    rows, of_d = (1, m) if layer == "decoder" else (m,), n if layer == "linear_gelu" else k
+    x = torch.randn(*rows, k, device=device, dtype=DTYPE).requires_grad_()
+    return x, torch.randn(*rows, of_d, device=device, dtype=DTYPE)
+
+
+def calls(layer: str, m: int, n: int, k: int) -> list[PlainCall]:
+    """Return the GEMMs of a step, found without data."""
+    module = module_of(layer, n, k, device="meta", dtype=DTYPE)
+    return calls_of(lambda: step(module, list(module.parameters()), *operands(layer, m, n, k, "meta")))
+
+
+def build_ahead(cases: Sequence[tuple[str, int, int, int]]) -> None:
+    """Compile the kernels of all layers in parallel: first the GEMMs, then what a step of each needs besides."""
+    found = [call for case in cases for call in calls(*case)]
+    harness.build_ahead([(c.called, (c.a, c.b, *c.inputs)) for c in found], [c.out_dtype for c in found])
 
     def first(layer: str, m: int, n: int, k: int) -> None:
         module = module_of(layer, n, k, device="cuda", dtype=DTYPE)
-        rows, of_d = (1, m) if layer == "decoder" else (m,), n if layer == "linear_gelu" else k
-        x = torch.randn(*rows, k, device="cuda", dtype=DTYPE).requires_grad_()
-        step(module, list(module.parameters()), x, torch.randn(*rows, of_d, device="cuda", dtype=DTYPE))
+        step(module, list(module.parameters()), *operands(layer, m, n, k, "cuda"))
 
     harness.side_by_side(partial(first, *case) for case in cases)
     torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ traces through autograd sees only the calls of ops that forward and backward mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -158,12 +158,22 @@ def calls_of_a_step(op: Portable, arguments: Sequence[Any], named: Mapping[str, 
         Its arguments. They keep their gradients, and main_grad.
     """
     given = [_apart(x) for x in arguments], {name: _apart(x) for name, x in named.items()}
-    with _Noting() as noting, torch.enable_grad():
+
+    def step() -> None:
         results = op.as_list(*given[0], **given[1])
         leaves = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor) and x.requires_grad]
         results = [x for x in results if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
+
+    with torch.enable_grad():
+        return calls_of(step)
+
+
+def calls_of(run: Callable[[], object]) -> list[PlainCall]:
+    """Run something, and return the calls of ops that it makes. Tensors may be on "meta": then nothing is computed."""
+    with _Noting() as noting:
+        run()
     calls: list[PlainCall] = noting.calls
     return calls
 

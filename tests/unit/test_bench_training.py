@@ -57,3 +57,19 @@ def test_rows_that_are_there_are_kept(bench, monkeypatch, tmp_path):
     assert [tuple(case[1:4]) for case in ran] == list(bench.SHAPES["mlp"])
     assert [case[:4] for case in ran] == built
     assert len(json.loads(both.read_text())["rows"]) == len(bench.SHAPES["mlp"])
+
+
+def test_the_gemms_of_a_step_are_found_without_data(bench):
+    found = bench.calls("mlp", 4096, 8192, 2048)
+    # Two forward, two gradients of weights, the gradient of what lies between, and that of x.
+    assert sorted((c.a.shape[-2], c.b.shape[-1], c.a.shape[-1]) for c in found) == sorted(
+        [
+            (4096, 8192, 2048),
+            (4096, 2048, 8192),
+            (2048, 8192, 4096),
+            (8192, 2048, 4096),
+            (4096, 8192, 2048),
+            (4096, 2048, 8192),
+        ]
+    )
+    assert {c.a.device.type for c in found} == {"meta"}
