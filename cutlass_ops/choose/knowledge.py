@@ -81,6 +81,10 @@ class Foretold(NamedTuple):
         """Return what is foretold of some of the problems."""
         return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
 
+    def of(self, kernels: Sequence[int]) -> Foretold:
+        """Return what is foretold of some of the kernels."""
+        return Foretold(self.times[:, kernels], self.by_gpc[:, kernels], self.weight[:, kernels], self.usual)
+
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:

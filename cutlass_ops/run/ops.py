@@ -270,10 +270,13 @@ class Op(Warm):
         if call.is_reference:
             return ()
         try:
-            return self._decide(call).specs
+            decision = self._decide(call)
         except UnsupportedError:
             if not self.why_instead(call):
                 raise
+        else:
+            decision.finish()
+            return decision.specs
         parts = (op._specs_for(part) for op, part in self.instead_of(call))
         return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
 

@@ -31,6 +31,7 @@ def folder(monkeypatch, tmp_path, session):
 
 def decided(of=None, device=H100, rows=ROWS, n=N):
     found = [dispatch.decide(of or signature(), device, Problem(m, n, K)) for m in rows]
+    found[-1].finish()
     return [(d.config, d.order, d.kept, d.peer, d.spec, d.specs) for d in found]
 
 
@@ -51,6 +52,8 @@ def no_policy(monkeypatch):
 )
 def test_another_process_decides_the_same_without_a_policy(of, device, folder, no_policy):
     weight = policies.policy(of, device).weight_of(N, K, 1)
+    assert files(folder) == []
+    weight.finish()
     rows = [m for m in ROWS if weight.serves(Problem(m, N, K)) is not None]
     assert len(rows) > 5
     wanted = decided(of, device, rows)

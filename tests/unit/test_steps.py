@@ -94,6 +94,8 @@ def test_steps_of_eight_weights_take_little_memory():
     tracemalloc.start()
     try:
         found = [policy.weight_of(4096 + 128 * at, 4096, 1) for at in range(8)]
+        for weight in found:
+            weight.finish()
         assert all(w.serves(Problem(m, 4096, 4096)) or w.steps.at(m) is None for w in found for m in range(1, 8193))
         assert tracemalloc.get_traced_memory()[0] < 1 << 20
     finally:

@@ -479,7 +479,10 @@ def means(
     beside = _per_schedule(batch, taking.beside) + late
 
     found = {"gathered": gathered, "beside": beside, "ahead": ahead}
-    return np.choose(batch.means, [found[way] for way in WAYS])
+    chosen = found[WAYS[0]]
+    for way in WAYS[1:]:  # np.choose takes eight times as long
+        chosen = np.where(batch.means == WAYS.index(way), found[way], chosen)
+    return chosen
 
 
 def realigning(a: bool, b: bool, problems: Problems, element_bytes: int) -> Floats:
