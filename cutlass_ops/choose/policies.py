@@ -26,7 +26,7 @@ from cutlass_ops.choose import limits, remembered, restating, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
-from cutlass_ops.choose.steps import Steps, StepsSoFar, rows_for
+from cutlass_ops.choose.steps import Steps, StepsSoFar
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.choose.weight import Weight, spec_of
 from cutlass_ops.declare.chips import USUAL
@@ -248,17 +248,17 @@ def _decide(
     knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
 ) -> tuple[tuple[Config, ...], StepsSoFar, Mapping[int, Ordered]]:
     """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
-    needed = {*ROWS, *tuned}
-    rows = sorted({*needed, *rows_for(knowledge)})
+    rows = sorted({*ROWS, *tuned})
     extents = Extents.of_rows(rows, n, k, count)
     foretold = knowledge.foretold(extents)
-    problems = [Problem(m, n, k, count) for m in rows if m in needed]
-    known = knowledge.with_measured(problems, foretold.part(np.array([m in needed for m in rows])))
+    problems = {at: Problem(m, n, k, count) for at, m in enumerate(rows) if m in tuned}
+    known = knowledge.with_measured(problems, foretold)
     chosen = _needed(known)
     measured = {}
-    times = known.decisive()[:, chosen]
-    for at in np.flatnonzero((known.sources[:, chosen] == SOURCES.index("measured")).any(1)).tolist():
-        measured[problems[at].m] = knowledge.measured.ordered(problems[at], chosen[int(times[at].argmin())])
+    times, is_measured = known.decisive()[:, chosen], known.sources[:, chosen] == SOURCES.index("measured")
+    for at, problem in problems.items():
+        if is_measured[at].any():
+            measured[problem.m] = knowledge.measured.ordered(problem, chosen[int(times[at].argmin())])
     kept = tuple(knowledge.pool.configs[at] for at in chosen)
     return kept, StepsSoFar.of(knowledge, chosen, foretold, extents), measured
 

@@ -44,19 +44,6 @@ _LINE = arch.CACHE_LINE_BYTES // bf16.bytes
 _UNDECIDED = -1
 
 
-def rows_for(knowledge: Knowledge) -> set[int]:
-    """Return the numbers of rows at which times must be foretold in addition to the policies' own.
-
-    Those of the policies are at most a thirty-second apart.
-    """
-    # With few rows, the model's mean error changes most from one number to the next.
-    found = {*range(1, FEW + 1)}
-    if _has_lines_along_m(knowledge):
-        # Each multiple of a line is a case of its own.
-        found |= {*range(_LINE, MOST_ROWS + 1, _LINE), *range(16 * _LINE + 8, MOST_ROWS, _LINE), MOST_ROWS - 1}
-    return found
-
-
 def _has_lines_along_m(knowledge: Knowledge) -> bool:
     """Whether A's lines lie along M, so that times depend on how these meet the L2 cache's lines."""
     return "m" in knowledge.pool.traits.lines
@@ -135,32 +122,55 @@ class StepsSoFar:
         foretold : Foretold
             The times of all kernels at some numbers of rows.
         problems : Extents
-            The weight's problems at these, in order, from 1 row to at least :data:`MOST_ROWS`.
+            The weight's problems at these, in order, from 1 row to at least :data:`MOST_ROWS`, at most a thirty-second
+            apart.
         """
-        mine, m = foretold.of(kept), problems.m[:, 0].astype(np.int64)
-        best, at = mine.times.argmin(1), np.arange(len(m))
-        least = mine.times[at, best]
-        alone = (mine.times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
-        decided = np.isfinite(least) & alone & (m <= MOST_ROWS)
-        each = np.full(MOST_ROWS, _UNDECIDED, np.int16)
-        each[m[decided] - 1] = _numbers(best, mine.by_gpc[at, best])[decided]
-        now = Steps.of_each(each)
+        mine = foretold.of(kept)
+        now = Steps.of_each(_each(mine, problems.m[:, 0].astype(np.int64)))
         # Calls of groups ask for the foretold numbers of rows alone (`declare.rows.nearest`).
-        if knowledge.pool.traits.grouped:
-            return cls(now)
-        return cls(now, partial(_all_steps, each, knowledge, np.asarray(kept), mine, problems))
+        grouped = knowledge.pool.traits.grouped
+        return cls(now, None if grouped else partial(_all_steps, knowledge, np.asarray(kept), mine, problems))
 
 
-def _all_steps(each: NDArray[np.int16], knowledge: Knowledge, kept: Places, mine: Foretold, problems: Extents) -> Steps:
-    """Return the steps at the foretold numbers of rows, and those between."""
-    m = problems.m[:, 0].astype(np.int64)
-    smooth = m <= MOST_ROWS
+def _all_steps(knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> Steps:
+    """Return the steps at all numbers of rows. What is foretold is of the weight's kernels alone."""
+    rows = problems.m[:, 0].astype(np.int64)
+    further = np.setdiff1d(_further_rows(knowledge), rows)
+    found = knowledge.foretold(problems._replace(m=further[:, None].astype(np.float64))).of(kept)
+    rows = np.concatenate([rows, further])
+    order = rows.argsort()
+    rows = rows[order]
+    foretold = Foretold(*(np.concatenate(both)[order] for both in zip(foretold, found, strict=True)))
+    each = _each(foretold, rows)
+    smooth = rows <= MOST_ROWS
     if _has_lines_along_m(knowledge):
-        smooth &= m % _LINE != 0
-    rows, kernels = _Search(knowledge, kept, mine.part(smooth), problems.part(smooth)).between()
-    every = each.copy()
-    every[rows - 1] = kernels
-    return Steps.of_each(every)
+        smooth &= rows % _LINE != 0
+    problems = problems._replace(m=rows[smooth, None].astype(np.float64))
+    between, kernels = _Search(knowledge, kept, foretold.part(smooth), problems).between()
+    each[between - 1] = kernels
+    return Steps.of_each(each)
+
+
+def _further_rows(knowledge: Knowledge) -> Places:
+    """Return the numbers of rows at which times must be foretold before others are searched."""
+    # With few rows, the model's mean error changes most from one number to the next.
+    found = [np.arange(1, FEW + 1)]
+    if _has_lines_along_m(knowledge):
+        # Each multiple of a line is a case of its own.
+        beside = np.arange(16 * _LINE + 8, MOST_ROWS, _LINE)
+        found += [np.arange(_LINE, MOST_ROWS + 1, _LINE), beside, np.array([MOST_ROWS - 1])]
+    return np.concatenate(found)
+
+
+def _each(foretold: Foretold, rows: Places) -> NDArray[np.int16]:
+    """Return what serves at each number of rows up to :data:`MOST_ROWS`, where that is foretold and decides."""
+    best, at = foretold.times.argmin(1), np.arange(len(rows))
+    least = foretold.times[at, best]
+    alone = (foretold.times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
+    decided = np.isfinite(least) & alone & (rows <= MOST_ROWS)
+    found = np.full(MOST_ROWS, _UNDECIDED, np.int16)
+    found[rows[decided] - 1] = _numbers(best, foretold.by_gpc[at, best])[decided]
+    return found
 
 
 class _Pieces(NamedTuple):
