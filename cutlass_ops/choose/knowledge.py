@@ -77,7 +77,7 @@ class Foretold(NamedTuple):
     weight: Floats
     usual: Floats
 
-    def part(self, which: Flags) -> Foretold:
+    def part(self, which: Flags | slice) -> Foretold:
         """Return what is foretold of some of the problems."""
         return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
 

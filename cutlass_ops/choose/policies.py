@@ -164,7 +164,7 @@ class Policy:
         UnsupportedError
             If none of the kernels can be launched at the problem.
         """
-        weight = self.weight_of(problem.n, problem.k, problem.count)
+        weight = self.weight_of(problem.n, problem.k, problem.count, problem.m)
         return weight.serves(problem) or self.choose(problem).ordered, weight
 
     @cached_property
@@ -172,10 +172,26 @@ class Policy:
         """The specification of a kernel."""
         return partial(spec_of, self.signature, self.device)
 
+    def weight_of(self, n: int, k: int, count: int, asked: int = 1) -> Weight:
+        """Return what so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy.
+
+        Parameters
+        ----------
+        n, k, count : int
+            N, K, and how many.
+        asked : int
+            The number of rows of the call, which is then decided with the usual ones.
+        """
+        found = self._weights.get((n, k, count))
+        if found is None:
+            if len(self._weights) >= _WEIGHTS:
+                self._weights.clear()
+            found = self._weights.setdefault((n, k, count), _weight_of(self, n, k, count, asked))
+        return found
+
     @cached_property
-    def weight_of(self) -> Callable[[int, int, int], Weight]:
-        """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
-        return lru_cache(maxsize=_WEIGHTS)(partial(_weight_of, self))
+    def _weights(self) -> dict[tuple[int, int, int], Weight]:
+        return {}
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -225,8 +241,8 @@ def _knowledge(
     return Knowledge.of([table.value for table in known], same, Pool(kernels, traits), device)
 
 
-def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
-    """Decide what so many weights (N, K) need at any number of rows."""
+def _weight_of(policy: Policy, n: int, k: int, count: int, asked: int) -> Weight:
+    """Decide what so many weights (N, K) need at any number of rows, for a call with a number of rows."""
     if not policy.kernels:
         return Weight(policy.signature, policy.device, (), StepsSoFar(Steps((1,), (-1,))), {}, {}, finished=True)
     tuned = policy.measured_rows.get((n, k, count), frozenset())
@@ -237,7 +253,7 @@ def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     if found is None:
         if len(decided) >= _WEIGHTS:
             decided.clear()
-        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count)
+        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count, asked)
     path = remembered.path_of(policy.signature, policy.device, n, k, count) if policy.of_package else None
     keep = None if path is None else partial(remembered.remember, path)
     kept, so_far, measured = found
@@ -245,14 +261,15 @@ def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
 
 
 def _decide(
-    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
+    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int, asked: int
 ) -> tuple[tuple[Config, ...], StepsSoFar, Mapping[int, Ordered]]:
     """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
     rows = sorted({*ROWS, *tuned})
-    extents = Extents.of_rows(rows, n, k, count)
-    foretold = knowledge.foretold(extents)
+    # The call's own number of rows comes last, and has no influence on what others need.
+    extents = Extents.of_rows(rows if asked in rows else [*rows, asked], n, k, count)
+    foretold, usual = knowledge.foretold(extents), slice(len(rows))
     problems = {at: Problem(m, n, k, count) for at, m in enumerate(rows) if m in tuned}
-    known = knowledge.with_measured(problems, foretold)
+    known = knowledge.with_measured(problems, foretold.part(usual))
     chosen = _needed(known)
     measured = {}
     times, is_measured = known.decisive()[:, chosen], known.sources[:, chosen] == SOURCES.index("measured")
@@ -260,7 +277,7 @@ def _decide(
         if is_measured[at].any():
             measured[problem.m] = knowledge.measured.ordered(problem, chosen[int(times[at].argmin())])
     kept = tuple(knowledge.pool.configs[at] for at in chosen)
-    return kept, StepsSoFar.of(knowledge, chosen, foretold, extents), measured
+    return kept, StepsSoFar.of(knowledge, chosen, foretold, extents, usual), measured
 
 
 def _needed(known: Expected) -> list[int]:

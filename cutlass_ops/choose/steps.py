@@ -110,7 +110,9 @@ class StepsSoFar:
         return self.now
 
     @classmethod
-    def of(cls, knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents) -> StepsSoFar:
+    def of(
+        cls, knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents, usual: slice
+    ) -> StepsSoFar:
         """Return the steps of a weight at the foretold numbers of rows, and how the others are found.
 
         Parameters
@@ -122,14 +124,17 @@ class StepsSoFar:
         foretold : Foretold
             The times of all kernels at some numbers of rows.
         problems : Extents
-            The weight's problems at these, in order, from 1 row to at least :data:`MOST_ROWS`, at most a thirty-second
-            apart.
+            The weight's problems at these.
+        usual : slice
+            Those that the others are found by: in order, from 1 row to at least :data:`MOST_ROWS`, at most a
+            thirty-second apart.
         """
         mine = foretold.of(kept)
         now = Steps.of_each(_each(mine, problems.m[:, 0].astype(np.int64)))
         # Calls of groups ask for the foretold numbers of rows alone (`declare.rows.nearest`).
-        grouped = knowledge.pool.traits.grouped
-        return cls(now, None if grouped else partial(_all_steps, knowledge, np.asarray(kept), mine, problems))
+        if knowledge.pool.traits.grouped:
+            return cls(now)
+        return cls(now, partial(_all_steps, knowledge, np.asarray(kept), mine.part(usual), problems.part(usual)))
 
 
 def _all_steps(knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> Steps:
