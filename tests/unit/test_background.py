@@ -70,6 +70,28 @@ def test_the_caller_does_not_wait():
     assert in_time == [True] * len(SPECS)
 
 
+def test_what_may_wait_is_done_by_the_thread_that_delivers_after_all_kernels(caplog):
+    done, go = [], threading.Event()
+
+    def note(what):
+        done.append((what, threading.current_thread().name))
+
+    background = Background(Session(), lambda spec, cancel: lambda: spec)
+    background.later(lambda: go.wait(60))
+    background.later(lambda: 1 / 0)
+    background.later(lambda: note("steps"))
+    background.add(SPECS[:1], then=lambda spec, artifact: note(spec))
+    background._queue.join()
+    go.set()
+    background.wait()
+    assert done == [(SPECS[0], "cutlass_ops_arrivals"), ("steps", "cutlass_ops_arrivals")]
+    assert "division by zero" in caplog.text
+    background.close()
+    background.later(lambda: note("too late"))
+    background.wait()
+    assert len(done) == 2
+
+
 def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_JOBS", "2")
     seen, cancelled = [], []
