@@ -210,6 +210,7 @@ class Op(Warm):
             raise UnsupportedError(
                 f"{self.name}: {why}, and a prepared launch is one kernel: call the op itself"
             ) from exc
+        decision.finish()  # as `warm_up` does
         # Of other tensors, no other kernel serves.
         plan = make_plan(self.name, decision.spec, decision.order, call)
         return replace(plan, way=replace(plan.way, misaligned=False))

@@ -152,7 +152,11 @@ def test_other_code_or_tables_have_other_files(folder, monkeypatch):
 
 def test_kernels_near_a_number_of_rows_serve_one_within_a_factor(folder):
     weight = policies.policy(signature(), H100).weight_of(N, K, 1)
-    for m in (1, 60, 1000, 8192):
+    early = {m: weight.near(Problem(m, N, K)) for m in (1, 60, 1000, 8192)}
+    weight.finish()
+    for m, before in early.items():
+        assert before
+        assert {each.config for each in before} <= {each.config for each in weight.near(Problem(m, N, K))}
         found = [each.config for each in weight.near(Problem(m, N, K))]
         within = {
             weight.kept[at[0]]
