@@ -2,8 +2,8 @@
 
 To decide about a weight takes some ten milliseconds, and to read the decision one. Only what follows from the
 package's own tables is kept: a file is named after the signature, the device and the weight, and its folder after the
-package's code and tables. A file that is lost, damaged or not private is computed again. A call leaves it to a thread to
-write the file (:meth:`cutlass_ops.choose.weight.Weight.finish`).
+package's code and tables. A file that is lost, damaged or not private is computed again. A call leaves it to a thread
+to write the file (:meth:`cutlass_ops.choose.weight.Weight.finish`).
 """
 
 from __future__ import annotations
