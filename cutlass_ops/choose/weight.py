@@ -22,8 +22,9 @@ from cutlass_ops.kinds.traits import Traits
 
 # A kernel that is the fastest at some number of rows may serve that many times as many, or as few, for a while.
 NEAR = 4.0
-# So many numbers of rows are left to the policy before the steps are searched for: that takes as long.
-_LEFT = 8
+# So many numbers of rows are left to the policy before a call searches for the steps itself. A thread that was asked to
+# has begun by then.
+_LEFT = 64
 
 
 @dataclass(eq=False)

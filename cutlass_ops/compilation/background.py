@@ -8,6 +8,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -33,10 +34,11 @@ class _Built(NamedTuple):
 # What becomes of a kernel. An exception is why it cannot be built.
 _State: TypeAlias = Literal["queued", "building"] | _Built | Exception
 
-# What may wait comes after all kernels: a call may ask for these.
-_LAST = 2
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
+# Seconds without a weight's first call after which there is time for what these left. Such calls follow each other,
+# take ten milliseconds, and took twice as long beside that.
+_CALM = 0.05
 
 
 class Background(Part):
@@ -44,7 +46,7 @@ class Background(Part):
 
     Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`). One more gives what
     is built to those who asked for it, one kernel after the other: to load kernels at the same time would keep the
-    interpreter's lock from calls. It also does what else may wait.
+    interpreter's lock from calls. For that reason, one more does what calls left until there is time (:meth:`later`).
 
     A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
 
@@ -69,11 +71,13 @@ class Background(Part):
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._queue: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
-        self._arrivals: queue.PriorityQueue[tuple[int, int, Callable[[], object]]] = queue.PriorityQueue()
+        self._arrivals: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._delivers = False
+        self._others: set[str] = set()  # threads that build nothing
+        self._left: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._calm_at = 0.0
         self._known: dict[KernelSpec, _State] = {}
         self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
         self._first: set[KernelSpec] = set()
@@ -113,24 +117,28 @@ class Background(Part):
             for spec in (*earlier, *fresh):
                 self._queue.put((0 if first else 1, next(self._count), spec))
             for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
-                self._begin()
+                self._begin("arrivals", self._deliver)
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def later(self, do: Callable[[], object]) -> None:
-        """Have something done that takes milliseconds and for which nobody waits, after all kernels that arrived."""
+        """Have something done that takes milliseconds and that nobody waits for, once no more of that comes.
+
+        Beside it, calls would wait for the interpreter's lock.
+        """
         with self._lock:
             if not self._cancel.is_set():
-                self._begin()
-                self._arrivals.put((_LAST, next(self._count), do))
+                self._calm_at = time.monotonic() + _CALM
+                self._left.put(do)
+                self._begin("left", self._do_what_is_left)
 
     def when_built(self, spec: KernelSpec, do: Callable[[Artifact], object]) -> None:
         """Give a kernel that was added to a function once it is built, in another thread. If it cannot be, never."""
         with self._lock:
             self._waiting.setdefault(spec, []).append(do)
             if isinstance(self._known.get(spec), _Built):
-                self._arrivals.put((0, next(self._count), functools.partial(self._arrived, spec)))
+                self._arrivals.put((0, next(self._count), spec))
 
     def pending(self, spec: KernelSpec) -> bool:
         """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
@@ -143,24 +151,26 @@ class Background(Part):
 
     def wait(self) -> None:
         """Wait until all that was added is done, and given to those who asked for it."""
-        self._queue.join()
-        self._arrivals.join()
+        for work in (self._queue, self._arrivals, self._left):
+            work.join()
 
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
         self._cancel.set()
         if self._apart is not None:
             self._apart.close()
-        for work in (self._queue, self._arrivals):
+        for work in (self._queue, self._arrivals, self._left):
             with work.all_tasks_done:
                 work.all_tasks_done.wait_for(lambda work=work: not work.unfinished_tasks, _PATIENCE)  # type: ignore[misc]
 
-    def _begin(self) -> None:
-        """Start the thread that delivers, if there is none."""
-        if not self._delivers:
-            self._delivers = True
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        """Start one of the other threads, if it does not run."""
+        if name in self._others:
+            return
+        if not self._others:
             atexit.register(self.close)
-            threading.Thread(target=self._deliver, name="cutlass_ops_arrivals", daemon=True).start()
+        self._others.add(name)
+        threading.Thread(target=work, name=f"cutlass_ops_{name}", daemon=True).start()
 
     def _work(self) -> None:
         # Its priority is the callers': a thread that has to wait for a processor may hold the interpreter's lock.
@@ -193,8 +203,7 @@ class Background(Part):
             if not isinstance(outcome, _Built):
                 self._waiting.pop(spec, None)
             elif spec in self._waiting:
-                urgency = 0 if spec in self._first else 1
-                self._arrivals.put((urgency, next(self._count), functools.partial(self._arrived, spec)))
+                self._arrivals.put((0 if spec in self._first else 1, next(self._count), spec))
         if isinstance(outcome, _Built):
             _log.info("built in the background: %s", spec.slug)
         else:
@@ -205,28 +214,34 @@ class Background(Part):
     def _deliver(self) -> None:
         work, cancel = self._arrivals, self._cancel
         while True:
-            _, _, do = work.get()
+            _, _, spec = work.get()
             try:
-                if not cancel.is_set():
-                    do()
+                with self._lock:
+                    waiting, built = self._waiting.pop(spec, []), self._known[spec]
+                if waiting and isinstance(built, _Built) and not cancel.is_set():
+                    found = built.find()
+                    for do in waiting:
+                        do(found)
             except Exception as exc:
                 # The thread must live on, whatever is wrong there.
-                _log.warning("failed in the background: %s", exc, exc_info=True)
+                _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
             finally:
                 work.task_done()
 
-    def _arrived(self, spec: KernelSpec) -> None:
-        """Give a kernel that was built to those who asked for it."""
-        with self._lock:
-            waiting, built = self._waiting.pop(spec, []), self._known[spec]
-        if not waiting or not isinstance(built, _Built):
-            return
-        try:
-            found = built.find()
-            for do in waiting:
-                do(found)
-        except Exception as exc:
-            _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
+    def _do_what_is_left(self) -> None:
+        left, cancel = self._left, self._cancel
+        while True:
+            do = left.get()
+            try:
+                # Until it is calm for that long, or at the end.
+                while (pause := self._calm_at - time.monotonic()) > 0 and not cancel.wait(pause):
+                    pass
+                if not cancel.is_set():
+                    do()
+            except Exception as exc:
+                _log.warning("failed in the background: %s", exc, exc_info=True)
+            finally:
+                left.task_done()
 
     def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
         bundled = self.session.part(Bundles).find(spec)

@@ -11,6 +11,7 @@ from fake_toolkit import sm80_spec
 from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base.session import Session
+from cutlass_ops.compilation import background as background_module
 from cutlass_ops.compilation.background import Background
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
@@ -70,26 +71,35 @@ def test_the_caller_does_not_wait():
     assert in_time == [True] * len(SPECS)
 
 
-def test_what_may_wait_is_done_by_the_thread_that_delivers_after_all_kernels(caplog):
-    done, go = [], threading.Event()
-
-    def note(what):
-        done.append((what, threading.current_thread().name))
-
+def test_what_calls_left_is_done_in_turn_once_it_is_calm(caplog, monkeypatch):
+    monkeypatch.setattr(background_module, "_CALM", 0.3)
+    done = []
     background = Background(Session(), lambda spec, cancel: lambda: spec)
-    background.later(lambda: go.wait(60))
+    begin = time.monotonic()
+    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
     background.later(lambda: 1 / 0)
-    background.later(lambda: note("steps"))
-    background.add(SPECS[:1], then=lambda spec, artifact: note(spec))
-    background._queue.join()
-    go.set()
+    time.sleep(0.2)
+    assert done == []
+    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
+    # Kernels do not wait for it.
+    background.add(SPECS[:1], then=lambda spec, artifact: done.append((spec, time.monotonic())))
     background.wait()
-    assert done == [(SPECS[0], "cutlass_ops_arrivals"), ("steps", "cutlass_ops_arrivals")]
+    (first, _), *others = done
+    assert first == SPECS[0]
+    assert [name for name, _ in others] == ["cutlass_ops_left"] * 2
+    assert all(at > begin + 0.5 for _, at in others)
     assert "division by zero" in caplog.text
+
+
+def test_what_calls_left_is_dropped_at_the_end(monkeypatch):
+    monkeypatch.setattr(background_module, "_CALM", 60)
+    done = []
+    background = Background(Session(), lambda spec, cancel: lambda: spec)
+    background.later(lambda: done.append(1))
     background.close()
-    background.later(lambda: note("too late"))
+    background.later(lambda: done.append(2))
     background.wait()
-    assert len(done) == 2
+    assert done == []
 
 
 def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):

@@ -1,5 +1,6 @@
 """What is found once for a weight: the kernels that tables and model choose, in little memory."""
 
+import itertools
 import pickle
 import random
 import subprocess
@@ -121,10 +122,11 @@ def test_without_a_thread_the_steps_are_searched_for_after_some_numbers_of_rows(
     known = [policy.serves(Problem(m, 4096, 1536))[0] for m in (2, 8, 64, 512, 4096) * 4]
     assert None not in known
     searched = []
-    for m in range(3009, 3028):  # none of them is foretold
+    rows = (m for m in range(3001, 4000) if m % 8)  # none of them is foretold
+    for m in itertools.islice(rows, 66):
         policy.serves(Problem(m, 4096, 1536))
         searched.append(weight.so_far.whole)
-    assert searched == [False] * 8 + [True] * 11
+    assert searched == [False] * 64 + [True] * 2
     assert weight.finished
 
 
