@@ -39,6 +39,8 @@ _PATIENCE = 5.0
 # Seconds without a weight's first call after which there is time for what these left. Such calls follow each other,
 # take ten milliseconds, and took twice as long beside that.
 _CALM = 0.05
+# Seconds that are given to it at the interpreter's end: what a short process decided, the next one finds in files.
+_AT_THE_END = 0.1
 
 
 class Background(Part):
@@ -77,7 +79,7 @@ class Background(Part):
         self._threads: list[threading.Thread] = []
         self._others: set[str] = set()  # threads that build nothing
         self._left: queue.Queue[Callable[[], object]] = queue.Queue()
-        self._calm_at = 0.0
+        self._calm_at = self._end_at = 0.0
         self._known: dict[KernelSpec, _State] = {}
         self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
         self._first: set[KernelSpec] = set()
@@ -156,6 +158,7 @@ class Background(Part):
 
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
+        self._end_at = time.monotonic() + _AT_THE_END
         self._cancel.set()
         if self._apart is not None:
             self._apart.close()
@@ -233,10 +236,9 @@ class Background(Part):
         while True:
             do = left.get()
             try:
-                # Until it is calm for that long, or at the end.
                 while (pause := self._calm_at - time.monotonic()) > 0 and not cancel.wait(pause):
                     pass
-                if not cancel.is_set():
+                if not cancel.is_set() or time.monotonic() < self._end_at:
                     do()
             except Exception as exc:
                 _log.warning("failed in the background: %s", exc, exc_info=True)
