@@ -306,6 +306,7 @@ def _decision(name: str, call: Call) -> Decision:
     if decision is None:
         what = f"{name} with a {signature.a}, b {signature.b} and d {signature.d}"
         raise UnsupportedError(dispatch.unserved(what, signature, of))
+    decision.finish()  # here, as JAX traces each shape once, and no thread of ours follows its calls
     return decision
 
 

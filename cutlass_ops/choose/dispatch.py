@@ -123,6 +123,19 @@ class Decision:
         weight = self._weight
         return [] if weight is None else [(weight.specs[each.config], each) for each in weight.near(self.problem)]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left for :meth:`finish`."""
+        return self._weight is None or self._weight.finished
+
+    def finish(self) -> None:
+        """Do what was left for when there is time: what other numbers of rows and later processes need.
+
+        No decision changes by it. It takes milliseconds.
+        """
+        if self._weight is not None:
+            self._weight.finish()
+
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the kernels considered with their times, the one that serves first."""
         policy = _policy(self.signature, self.device)

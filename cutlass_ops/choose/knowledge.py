@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -77,9 +77,13 @@ class Foretold(NamedTuple):
     weight: Floats
     usual: Floats
 
-    def part(self, which: Flags) -> Foretold:
+    def part(self, which: Flags | slice) -> Foretold:
         """Return what is foretold of some of the problems."""
         return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
+
+    def of(self, kernels: Sequence[int] | Places) -> Foretold:
+        """Return what is foretold of some of the kernels."""
+        return Foretold(self.times[:, kernels], self.by_gpc[:, kernels], self.weight[:, kernels], self.usual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +128,22 @@ class Knowledge:
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return the expected times of every kernel at some problems."""
-        return self.with_measured(problems, self.foretold(problems))
+        return self.with_measured(dict(enumerate(problems)), self.foretold(problems))
 
-    def with_measured(self, problems: Sequence[Problem], foretold: Foretold) -> Expected:
-        """Return the expected times at problems from those foretold: what was measured there takes their place."""
+    def with_measured(self, problems: Mapping[int, Problem], foretold: Foretold) -> Expected:
+        """Return the expected times from those foretold: what was measured takes their place.
+
+        Parameters
+        ----------
+        problems : mapping of int to Problem
+            Those of the problems that may have been measured, by their index.
+        foretold : Foretold
+            What is foretold of all problems.
+        """
         times = foretold.times.copy()
         sources = np.where(foretold.weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
-        for at in (at for at, problem in enumerate(problems) if problem in self.measured):
-            places, microseconds = self.measured.times(problems[at])
+        for at, problem in ((at, problem) for at, problem in problems.items() if problem in self.measured):
+            places, microseconds = self.measured.times(problem)
             times[at, places], sources[at, places] = microseconds, SOURCES.index("measured")
         return Expected(times, sources, foretold.by_gpc)
 

@@ -95,6 +95,12 @@ class Times:
         part = slice(*self.starts[row : row + 2].tolist())
         return self.columns.kernels[part], self.microseconds[part]
 
+    def ordered(self, row: int, kernel: int) -> Ordered:
+        """Return a kernel that was measured at a problem, in its best order of tiles."""
+        columns, (first, after) = self.columns, self.starts[row : row + 2].tolist()
+        at = first + int((columns.kernels[first:after] == kernel).argmax())
+        return Ordered(columns.configs[kernel], columns.orders[columns.places[at]])
+
     def candidates(self, row: int) -> dict[Config, Candidate]:
         """Return the measured kernels of a problem, the first of the table first."""
         columns, (first, after) = self.columns, self.starts[row : row + 2].tolist()
@@ -141,6 +147,11 @@ class Measurements(Mapping[Problem, Mapping[Config, Candidate]]):
         """Return the measured kernels of a problem, as indices into the pool, and their microseconds."""
         table, row = self._places[problem]
         return table.at(row)
+
+    def ordered(self, problem: Problem, kernel: int) -> Ordered:
+        """Return a kernel, an index into the pool, that was measured at a problem, in its best order of tiles."""
+        table, row = self._places[problem]
+        return table.ordered(row, kernel)
 
 
 def _ranked(measured: Columns, microseconds: Floats, device: Device) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,20 +124,26 @@ class Notes:
 
     def _sum_many(self, where: Where, found: Floats) -> None:
         """Sum up in FP32, for speed, with squares of distances by products of matrices: see :class:`_Group`."""
-        most = max(group.notes[..., 0].size for group in self._groups) * _COLUMNS
+        kernels, middle, groups = self._groups
+        problems = (where.problems - self._middle).T
+        tiles = where.tiles.T[kernels] - middle
+        mine = np.empty((len(kernels), len(problems) + 3, len(where.tiles)), np.float32)
+        mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems, 1
+        tiles *= tiles
+        tiles += (problems**2).sum(0)
+        tiles *= -0.5
+        mine[:, -1] = tiles
+        sums = np.empty((len(kernels), 2, len(where.tiles)), np.float32)
+        most = max(group.notes[..., 0].size for group in groups) * _COLUMNS
         memory = np.empty(max(most, _SPARE), np.float32)
         for part in (slice(at, at + _COLUMNS) for at in range(0, len(where.tiles), _COLUMNS)):
-            problems = (where.problems[part] - self._middle).T
-            squares = (problems**2).sum(0)
-            for group in self._groups:
-                tiles = where.tiles[part, group.kernels].T - group.middle
-                mine = np.empty((len(tiles), group.notes.shape[2], tiles.shape[1]), np.float32)
-                mine[:, 0], mine[:, 1:-2], mine[:, -2] = tiles, problems, 1
-                mine[:, -1] = -0.5 * (tiles**2 + squares)
-                kernels, notes, _ = group.notes.shape
-                weights = memory[: kernels * notes * tiles.shape[1]].reshape(kernels, notes, -1)
-                np.exp(np.matmul(group.notes, mine, out=weights), out=weights)
-                found[:, part, group.kernels] = (group.sums @ weights).transpose(1, 2, 0)
+            for group in groups:
+                given = mine[group.place, :, part]
+                shape = *group.notes.shape[:2], given.shape[2]
+                weights = memory[: math.prod(shape)].reshape(shape)
+                np.exp(np.matmul(group.notes, given, out=weights), out=weights)
+                sums[group.place, :, part] = group.sums @ weights
+        found[:, :, kernels] = sums.transpose(1, 2, 0)
 
     def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
         """Return the results of :meth:`near` for one kernel at each problem.
@@ -179,24 +186,26 @@ class Notes:
         return np.asarray(self.problems.mean(0))
 
     @cached_property
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> tuple[Places, Floats, list[_Group]]:
+        """All kernels with notes, amid what each one's coordinates by tiles are, of shape (kernels, 1), and groups."""
         counts = np.bincount(self.kernels)
         first = np.cumsum(counts) - counts
         problems = self.problems - self._middle
-        found = []
         noted = np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :]
-        for kernels in (noted[at : at + _TOGETHER] for at in range(0, len(noted), _TOGETHER)):
+        middle = (np.bincount(self.kernels, self.tiles)[noted] / counts[noted])[:, None]
+        found = []
+        for place in (slice(at, at + _TOGETHER) for at in range(0, len(noted), _TOGETHER)):
+            kernels = noted[place]
             each = np.arange(counts[kernels].max())
             there = each < counts[kernels, None]
             at = np.where(there, first[kernels, None] + each, 0)
-            middle = (self.tiles[at] * there).sum(1, keepdims=True) / counts[kernels, None]
-            tiles, where = self.tiles[at] - middle, problems[self.rows[at]]
+            tiles, where = self.tiles[at] - middle[place], problems[self.rows[at]]
             notes = np.empty((*at.shape, 3 + len(_REACH)), np.float32)
             notes[..., 0], notes[..., 1:-2], notes[..., -1] = tiles, where, 1
             notes[..., -2] = -0.5 * (tiles**2 + (where**2).sum(2))
             sums = np.stack([there, there * self.errors[at]], 1).astype(np.float32)
-            found.append(_Group(kernels, middle, notes, sums))
-        return found
+            found.append(_Group(place, notes, sums))
+        return noted, middle, found
 
 
 class _Group(NamedTuple):
@@ -206,10 +215,8 @@ class _Group(NamedTuple):
 
     Attributes
     ----------
-    kernels : array
-        The kernels, of shape (kernels,).
-    middle : array
-        Amid the coordinates of each kernel's notes by its tiles, of shape (kernels, 1).
+    place : slice
+        The kernels' place among all that have notes.
     notes : array
         The coordinates of each note by tiles and by problem, half the negative sum of their squares, and 1, of shape
         (kernels, notes, coordinates + 2).
@@ -218,7 +225,6 @@ class _Group(NamedTuple):
         kernels that have fewer counts for nothing.
     """
 
-    kernels: Places
-    middle: Floats
+    place: slice
     notes: NDArray[np.float32]
     sums: NDArray[np.float32]

@@ -26,7 +26,7 @@ from cutlass_ops.choose import limits, remembered, restating, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
-from cutlass_ops.choose.steps import Steps, rows_for
+from cutlass_ops.choose.steps import Steps, StepsSoFar
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.choose.weight import Weight, spec_of
 from cutlass_ops.declare.chips import USUAL
@@ -164,7 +164,7 @@ class Policy:
         UnsupportedError
             If none of the kernels can be launched at the problem.
         """
-        weight = self.weight_of(problem.n, problem.k, problem.count)
+        weight = self.weight_of(problem.n, problem.k, problem.count, problem.m)
         return weight.serves(problem) or self.choose(problem).ordered, weight
 
     @cached_property
@@ -172,10 +172,26 @@ class Policy:
         """The specification of a kernel."""
         return partial(spec_of, self.signature, self.device)
 
+    def weight_of(self, n: int, k: int, count: int, asked: int = 1) -> Weight:
+        """Return what so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy.
+
+        Parameters
+        ----------
+        n, k, count : int
+            N, K, and how many.
+        asked : int
+            The number of rows of the call, which is then decided with the usual ones.
+        """
+        found = self._weights.get((n, k, count))
+        if found is None:
+            if len(self._weights) >= _WEIGHTS:
+                self._weights.clear()
+            found = self._weights.setdefault((n, k, count), _weight_of(self, n, k, count, asked))
+        return found
+
     @cached_property
-    def weight_of(self) -> Callable[[int, int, int], Weight]:
-        """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
-        return lru_cache(maxsize=_WEIGHTS)(partial(_weight_of, self))
+    def _weights(self) -> dict[tuple[int, int, int], Weight]:
+        return {}
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -225,10 +241,10 @@ def _knowledge(
     return Knowledge.of([table.value for table in known], same, Pool(kernels, traits), device)
 
 
-def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
-    """Decide what so many weights (N, K) need at any number of rows."""
+def _weight_of(policy: Policy, n: int, k: int, count: int, asked: int) -> Weight:
+    """Decide what so many weights (N, K) need at any number of rows, for a call with a number of rows."""
     if not policy.kernels:
-        return Weight(policy.signature, policy.device, (), Steps((1,), (-1,)), {}, {})
+        return Weight(policy.signature, policy.device, (), StepsSoFar(Steps((1,), (-1,))), {}, {}, finished=True)
     tuned = policy.measured_rows.get((n, k, count), frozenset())
     peers = {m: peer for m in tuned if (peer := policy.fallback(Problem(m, n, k, count))) is not None}
     # Policies that share what is known share what follows from it.
@@ -237,32 +253,31 @@ def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     if found is None:
         if len(decided) >= _WEIGHTS:
             decided.clear()
-        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count)
-    kept, steps, measured = found
-    weight = Weight(policy.signature, policy.device, kept, steps, measured, peers)
-    if policy.of_package:
-        remembered.remember(weight, n, k, count)
-    return weight
+        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count, asked)
+    path = remembered.path_of(policy.signature, policy.device, n, k, count) if policy.of_package else None
+    keep = None if path is None else partial(remembered.remember, path)
+    kept, so_far, measured = found
+    return Weight(policy.signature, policy.device, kept, so_far, measured, peers, _keep=keep)
 
 
 def _decide(
-    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
-) -> tuple[tuple[Config, ...], Steps, Mapping[int, Ordered]]:
+    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int, asked: int
+) -> tuple[tuple[Config, ...], StepsSoFar, Mapping[int, Ordered]]:
     """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
-    needed = {*ROWS, *tuned}
-    rows = sorted({*needed, *rows_for(knowledge)})
-    extents = Extents.of_rows(rows, n, k, count)
-    foretold = knowledge.foretold(extents)
-    problems = [Problem(m, n, k, count) for m in rows if m in needed]
-    known = knowledge.with_measured(problems, foretold.part(np.array([m in needed for m in rows])))
+    rows = sorted({*ROWS, *tuned})
+    # The call's own number of rows comes last, and has no influence on what others need.
+    extents = Extents.of_rows(rows if asked in rows else [*rows, asked], n, k, count)
+    foretold, usual = knowledge.foretold(extents), slice(len(rows))
+    problems = {at: Problem(m, n, k, count) for at, m in enumerate(rows) if m in tuned}
+    known = knowledge.with_measured(problems, foretold.part(usual))
     chosen = _needed(known)
-    configs = knowledge.pool.configs
     measured = {}
-    times = known.decisive()[:, chosen]
-    for at in np.flatnonzero((known.sources[:, chosen] == SOURCES.index("measured")).any(1)).tolist():
-        place = chosen[int(times[at].argmin())]
-        measured[problems[at].m] = knowledge.measured[problems[at]][configs[place]].ordered
-    return tuple(configs[at] for at in chosen), Steps.of(knowledge, chosen, foretold, extents), measured
+    times, is_measured = known.decisive()[:, chosen], known.sources[:, chosen] == SOURCES.index("measured")
+    for at, problem in problems.items():
+        if is_measured[at].any():
+            measured[problem.m] = knowledge.measured.ordered(problem, chosen[int(times[at].argmin())])
+    kept = tuple(knowledge.pool.configs[at] for at in chosen)
+    return kept, StepsSoFar.of(knowledge, chosen, foretold, extents, usual), measured
 
 
 def _needed(known: Expected) -> list[int]:
@@ -275,26 +290,25 @@ def _needed(known: Expected) -> list[int]:
     slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
     # If no kernel can be launched, none has a loss.
     possible = np.isfinite(best)
-    losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
+    each = _cost(np.where(possible, times / np.where(possible, best, 1) - 1, 0), slack)
     chosen: list[int] = []
-    reached = np.ones_like(best)
-    # What each number of rows costs if each kernel were added to those that reached some losses.
-    costs = np.minimum(_cost(losses, slack), _cost(reached, slack))
-    while (reached > slack).any():
+    # What each number of rows costs by the kernels chosen so far, and if each kernel were added to these.
+    now = _cost(np.ones_like(best), slack)
+    costs = np.minimum(each, now)
+    while (now > slack).any():
         left = costs.sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        after = np.minimum(reached, losses[:, chosen[-1:]])
-        # Most kernels help at a few numbers of rows only. The greater a loss, the greater its cost: the least cost is
-        # that of the least loss.
-        new = np.flatnonzero(after < reached)
-        costs[new] = np.minimum(costs[new], _cost(after[new], slack[new]))
-        reached = after
+        # Most kernels help at a few numbers of rows only.
+        mine = each[:, chosen[-1:]]
+        new = (mine < now).nonzero()[0]
+        now[new] = mine[new]
+        costs[new] = np.minimum(costs[new], now[new])
     return chosen
 
 
 def _cost(losses: Floats, slack: Floats) -> Floats:
-    """Return the costs of losses: what is beyond the slack counts several times."""
+    """Return the costs of losses: what is beyond the slack counts several times. Only there, costs exceed the slack."""
     found = losses - slack
     np.maximum(found, 0, out=found)
     found *= _MISSED

@@ -19,7 +19,7 @@ from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
 # Problems times configurations to compare at once: bounds memory, and keeps intermediate arrays in a core's cache.
-AT_ONCE = 1 << 13
+AT_ONCE = 1 << 14
 _USUAL = Traits(element_bytes=2, d_bytes=2)
 _LAYOUT = ("element_bytes", "majors", "alignments", "scatters")
 

@@ -1,8 +1,9 @@
 """Decisions about weights, kept in files from one process to the next.
 
-To decide about a weight takes tens of milliseconds, and to read the decision less than one. Only what follows from the
+To decide about a weight takes some ten milliseconds, and to read the decision one. Only what follows from the
 package's own tables is kept: a file is named after the signature, the device and the weight, and its folder after the
-package's code and tables. A file that is lost, damaged or not private is computed again.
+package's code and tables. A file that is lost, damaged or not private is computed again. A call leaves it to a thread
+to write the file (:meth:`cutlass_ops.choose.weight.Weight.finish`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OTHERS = 4
 
 def recalled(signature: OpSignature, device: Device, n: int, k: int, count: int) -> Weight | None:
     """Return what another process decided for so many weights (N, K); None if that is not known."""
-    path = _path(signature, device, n, k, count)
+    path = path_of(signature, device, n, k, count)
     if path is None:
         return None
     try:
@@ -51,14 +52,11 @@ def recalled(signature: OpSignature, device: Device, n: int, k: int, count: int)
         return None
 
 
-def remember(weight: Weight, n: int, k: int, count: int) -> None:
-    """Keep a decision for later processes, if it can be written."""
-    path = _path(weight.signature, weight.device, n, k, count)
-    if path is None:
-        return
+def remember(path: Path, weight: Weight) -> None:
+    """Keep a decision for later processes, if it can be written: see :func:`path_of`."""
     with contextlib.suppress(OSError, StoreError):
         is_new = not path.parent.is_dir()
-        KernelStore.default().folder(*path.parts[-3:-1])  # private, as the store has to be
+        KernelStore(path.parents[2]).folder(*path.parts[-3:-1])  # private, as the store has to be
         with replacing(path) as aside, open(aside, "x", opener=_private) as file:
             json.dump(weight.to_json(), file, separators=(",", ":"))
         if is_new:
@@ -73,7 +71,8 @@ def folder() -> Path | None:
         return None
 
 
-def _path(signature: OpSignature, device: Device, n: int, k: int, count: int) -> Path | None:
+def path_of(signature: OpSignature, device: Device, n: int, k: int, count: int) -> Path | None:
+    """Return the file of a decision about so many weights (N, K); None if none are kept."""
     root = folder()
     return None if root is None else root / _package() / f"{_name(signature, device)}-{n}x{k}x{count}.json"
 

@@ -3,16 +3,21 @@
 The expected time of a kernel jumps where it needs another row of tiles, and is smooth in between. So it is computed at
 the ends of such pieces and interpolated, and only for the few kernels that may be the fastest there. Where two of them
 come close, both are computed. Where what is still inexact could decide, there is no step: a call asks the policy.
+
+The search takes as long as all else that is decided for a weight, and its first call has one number of rows only. So
+the search waits until there is time: see :class:`StepsSoFar`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import bf16
@@ -37,19 +42,6 @@ _OF_MEANS = 0.02
 # If A's lines lie along M, they begin where the L2 cache's lines do if the number of rows is a multiple of this.
 _LINE = arch.CACHE_LINE_BYTES // bf16.bytes
 _UNDECIDED = -1
-
-
-def rows_for(knowledge: Knowledge) -> set[int]:
-    """Return the numbers of rows at which times must be foretold in addition to the policies' own.
-
-    Those of the policies are at most a thirty-second apart.
-    """
-    # With few rows, the model's mean error changes most from one number to the next.
-    found = {*range(1, FEW + 1)}
-    if _has_lines_along_m(knowledge):
-        # Each multiple of a line is a case of its own.
-        found |= {*range(_LINE, MOST_ROWS + 1, _LINE), *range(16 * _LINE + 8, MOST_ROWS, _LINE), MOST_ROWS - 1}
-    return found
 
 
 def _has_lines_along_m(knowledge: Knowledge) -> bool:
@@ -78,8 +70,50 @@ class Steps:
         return None if found == _UNDECIDED else (found >> 1, bool(found & 1))
 
     @classmethod
-    def of(cls, knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents) -> Steps:
-        """Find the steps of a weight.
+    def of_each(cls, each: NDArray[np.int16]) -> Steps:
+        """Return the steps of what serves at each number of rows up to :data:`MOST_ROWS`."""
+        starts = np.flatnonzero(np.diff(each, prepend=_UNDECIDED - 1))
+        return cls(tuple((starts + 1).tolist()), tuple(each[starts].tolist()))
+
+
+class StepsSoFar:
+    """A weight's steps, of which those between foretold numbers of rows may not be searched for yet.
+
+    Parameters
+    ----------
+    now : Steps
+        What is known.
+    search : callable, optional
+        Finds all steps, if these are not all.
+
+    Attributes
+    ----------
+    now : Steps
+        What is known. Where the search has not been, nothing is decided.
+    """
+
+    def __init__(self, now: Steps, search: Callable[[], Steps] | None = None) -> None:
+        self.now, self._search = now, search
+
+    @property
+    def whole(self) -> bool:
+        """Whether :attr:`now` has all."""
+        return self._search is None
+
+    def all(self) -> Steps:
+        """Return all steps: search for them, if nobody has."""
+        search = self._search
+        # Without a lock, which a forked process would inherit: two threads at a time find the same.
+        if search is not None:
+            self.now = search()
+            self._search = None
+        return self.now
+
+    @classmethod
+    def of(
+        cls, knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents, usual: slice
+    ) -> StepsSoFar:
+        """Return the steps of a weight at the foretold numbers of rows, and how the others are found.
 
         Parameters
         ----------
@@ -90,27 +124,58 @@ class Steps:
         foretold : Foretold
             The times of all kernels at some numbers of rows.
         problems : Extents
-            The weight's problems at these, in order, from 1 row to at least :data:`MOST_ROWS`.
+            The weight's problems at these.
+        usual : slice
+            Those that the others are found by: in order, from 1 row to at least :data:`MOST_ROWS`, at most a
+            thirty-second apart.
         """
-        m = problems.m[:, 0].astype(np.int64)
-        smooth = m <= MOST_ROWS
-        each = np.full(MOST_ROWS, _UNDECIDED)
-        if _has_lines_along_m(knowledge):
-            smooth &= m % _LINE != 0
+        mine = foretold.of(kept)
+        now = Steps.of_each(_each(mine, problems.m[:, 0].astype(np.int64)))
         # Calls of groups ask for the foretold numbers of rows alone (`declare.rows.nearest`).
-        if not knowledge.pool.traits.grouped:
-            search = _Search(knowledge, np.asarray(kept), foretold.part(smooth), problems.part(smooth))
-            rows, kernels = search.between()
-            each[rows - 1] = kernels
-        # What serves at the foretold numbers of rows themselves.
-        times = foretold.times[:, kept]
-        best, at = times.argmin(1), np.arange(len(m))
-        least = times[at, best]
-        alone = (times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
-        decided = np.isfinite(least) & alone & (m <= MOST_ROWS)
-        each[m[decided] - 1] = _numbers(best, foretold.by_gpc[:, kept][at, best])[decided]
-        starts = np.flatnonzero(np.diff(each, prepend=_UNDECIDED - 1))
-        return cls(tuple((starts + 1).tolist()), tuple(each[starts].tolist()))
+        if knowledge.pool.traits.grouped:
+            return cls(now)
+        return cls(now, partial(_all_steps, knowledge, np.asarray(kept), mine.part(usual), problems.part(usual)))
+
+
+def _all_steps(knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> Steps:
+    """Return the steps at all numbers of rows. What is foretold is of the weight's kernels alone."""
+    rows = problems.m[:, 0].astype(np.int64)
+    further = np.setdiff1d(_further_rows(knowledge), rows)
+    found = knowledge.foretold(problems._replace(m=further[:, None].astype(np.float64))).of(kept)
+    rows = np.concatenate([rows, further])
+    order = rows.argsort()
+    rows = rows[order]
+    foretold = Foretold(*(np.concatenate(both)[order] for both in zip(foretold, found, strict=True)))
+    each = _each(foretold, rows)
+    smooth = rows <= MOST_ROWS
+    if _has_lines_along_m(knowledge):
+        smooth &= rows % _LINE != 0
+    problems = problems._replace(m=rows[smooth, None].astype(np.float64))
+    between, kernels = _Search(knowledge, kept, foretold.part(smooth), problems).between()
+    each[between - 1] = kernels
+    return Steps.of_each(each)
+
+
+def _further_rows(knowledge: Knowledge) -> Places:
+    """Return the numbers of rows at which times must be foretold before others are searched."""
+    # With few rows, the model's mean error changes most from one number to the next.
+    found = [np.arange(1, FEW + 1)]
+    if _has_lines_along_m(knowledge):
+        # Each multiple of a line is a case of its own.
+        beside = np.arange(16 * _LINE + 8, MOST_ROWS, _LINE)
+        found += [np.arange(_LINE, MOST_ROWS + 1, _LINE), beside, np.array([MOST_ROWS - 1])]
+    return np.concatenate(found)
+
+
+def _each(foretold: Foretold, rows: Places) -> NDArray[np.int16]:
+    """Return what serves at each number of rows up to :data:`MOST_ROWS`, where that is foretold and decides."""
+    best, at = foretold.times.argmin(1), np.arange(len(rows))
+    least = foretold.times[at, best]
+    alone = (foretold.times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
+    decided = np.isfinite(least) & alone & (rows <= MOST_ROWS)
+    found = np.full(MOST_ROWS, _UNDECIDED, np.int16)
+    found[rows[decided] - 1] = _numbers(best, foretold.by_gpc[at, best])[decided]
+    return found
 
 
 class _Pieces(NamedTuple):
@@ -165,8 +230,8 @@ class _Search:
     def __init__(self, knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> None:
         self._knowledge, self._kept, self._problems = knowledge, kept, problems
         self._rows = problems.m[:, 0].astype(np.int64)
-        self._times, self._by_gpc = foretold.times[:, kept], foretold.by_gpc[:, kept]
-        self._weight, self._usual = foretold.weight[:, kept], foretold.usual
+        self._times, self._by_gpc = foretold.times, foretold.by_gpc
+        self._weight, self._usual = foretold.weight, foretold.usual
         self._kinds = knowledge.kind_of_each[kept]
         ends = np.abs(np.stack([self._usual[:-1], self._usual[1:]]))
         self._error_of_means = np.log(2) * (np.abs(np.diff(self._usual, axis=0)) + _OF_MEANS * ends.max(0))

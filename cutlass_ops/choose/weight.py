@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose.knowledge import order_of
-from cutlass_ops.choose.steps import MOST_ROWS, Steps
+from cutlass_ops.choose.steps import MOST_ROWS, Steps, StepsSoFar
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
@@ -21,11 +22,17 @@ from cutlass_ops.kinds.traits import Traits
 
 # A kernel that is the fastest at some number of rows may serve that many times as many, or as few, for a while.
 NEAR = 4.0
+# So many numbers of rows are left to the policy before a call searches for the steps itself. A thread that was asked to
+# has begun by then.
+_LEFT = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Weight:
     """What is decided once for a weight.
+
+    What the first call needs is there. What only other numbers of rows and other processes need comes with
+    :meth:`finish`, which changes no decision.
 
     Attributes
     ----------
@@ -35,20 +42,25 @@ class Weight:
         Where they run.
     kept : tuple of Config
         The kernels that it may need at any number of rows.
-    steps : Steps
-        Which of them serves at each number of rows, by what is foretold.
+    so_far : StepsSoFar
+        Which of them serves at each number of rows, by what is foretold, as far as that was searched for.
     measured : mapping of int to Ordered
         The fastest of them by number of rows, where any was measured.
     peers : mapping of int to str
         The peer that serves instead, by number of rows.
+    finished : bool
+        Whether nothing is left for :meth:`finish`.
     """
 
     signature: OpSignature
     device: Device
     kept: tuple[Config, ...]
-    steps: Steps
+    so_far: StepsSoFar
     measured: Mapping[int, Ordered]
     peers: Mapping[int, str]
+    finished: bool = False
+    _keep: Callable[[Weight], object] | None = field(default=None, repr=False)
+    _asked: Iterator[int] = field(default_factory=itertools.count, repr=False)
     _by_gpc: dict[int, TileOrder] = field(default_factory=dict, repr=False)
 
     def serves(self, problem: Problem) -> Ordered | None:
@@ -56,7 +68,10 @@ class Weight:
         known = self.measured.get(problem.m)
         if known is not None:
             return known
-        found = self.steps.at(problem.m)
+        found = self.so_far.now.at(problem.m)
+        if found is None and not self.so_far.whole and next(self._asked) >= _LEFT:
+            self.finish()
+            found = self.so_far.now.at(problem.m)
         if found is None:
             return None
         place, by_gpc = found
@@ -71,16 +86,32 @@ class Weight:
     def near(self, problem: Problem) -> list[Ordered]:
         """Return the kernels that serve some number of rows within :data:`NEAR` of a problem's, the nearest first.
 
-        That takes no model: a kernel that is the fastest nearby is not much slower here.
+        That takes no model: a kernel that is the fastest nearby is not much slower here. Before all steps are known, it
+        is those that are the fastest at the foretold numbers of rows.
         """
-        rows, found = problem.m, dict[int, float]()
-        ends = (*self.steps.starts[1:], MOST_ROWS + 1)
-        for start, end, kernel in zip(self.steps.starts, ends, self.steps.kernels, strict=True):
+        rows, found, steps = problem.m, dict[int, float](), self.so_far.now
+        ends = (*steps.starts[1:], MOST_ROWS + 1)
+        for start, end, kernel in zip(steps.starts, ends, steps.kernels, strict=True):
             away = max(start / rows, rows / (end - 1), 1.0)
             if kernel >= 0 and away <= min(NEAR, found.get(kernel >> 1, NEAR)):
                 found[kernel >> 1] = away
         configs = [self.kept[place] for place in sorted(found, key=found.__getitem__)]
         return [Ordered(c, order_of(c, problem, self._traits, self.device, by_gpc=False)) for c in configs]
+
+    @property
+    def steps(self) -> Steps:
+        """All steps: they are searched for, if nobody has."""
+        return self.so_far.all()
+
+    def finish(self) -> None:
+        """Do what is left: search for the other steps, and keep all that was decided for later processes.
+
+        That takes milliseconds. Several threads may do it at a time.
+        """
+        self.so_far.all()
+        if self._keep is not None and not self.finished:
+            self._keep(self)
+        self.finished = True
 
     @cached_property
     def specs(self) -> Mapping[Config, KernelSpec]:
@@ -122,7 +153,7 @@ class Weight:
         in_range = all(-1 <= number < 2 * len(kept) for number in steps.kernels)
         if steps.starts[:1] != (1,) or len(steps.starts) != len(steps.kernels) or not in_range:
             raise ConfigError("a decision's steps are not whole")
-        return cls(signature, device, kept, steps, measured, peers)
+        return cls(signature, device, kept, StepsSoFar(steps), measured, peers, finished=True)
 
 
 @lru_cache(maxsize=1 << 14)

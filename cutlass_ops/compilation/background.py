@@ -8,6 +8,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -35,6 +36,11 @@ _State: TypeAlias = Literal["queued", "building"] | _Built | Exception
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
+# Seconds without a weight's first call after which there is time for what these left. Such calls follow each other,
+# take ten milliseconds, and took twice as long beside that.
+_CALM = 0.05
+# Seconds that are given to it at the interpreter's end: what a short process decided, the next one finds in files.
+_AT_THE_END = 0.1
 
 
 class Background(Part):
@@ -42,7 +48,7 @@ class Background(Part):
 
     Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`). One more gives what
     is built to those who asked for it, one kernel after the other: to load kernels at the same time would keep the
-    interpreter's lock from calls.
+    interpreter's lock from calls. For that reason, one more does what calls left until there is time (:meth:`later`).
 
     A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
 
@@ -71,6 +77,9 @@ class Background(Part):
         self._count = itertools.count()
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._others: set[str] = set()  # threads that build nothing
+        self._left: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._calm_at = self._end_at = 0.0
         self._known: dict[KernelSpec, _State] = {}
         self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
         self._first: set[KernelSpec] = set()
@@ -110,12 +119,21 @@ class Background(Part):
             for spec in (*earlier, *fresh):
                 self._queue.put((0 if first else 1, next(self._count), spec))
             for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
-                if not self._threads:
-                    atexit.register(self.close)
-                    threading.Thread(target=self._deliver, name="cutlass_ops_arrivals", daemon=True).start()
+                self._begin("arrivals", self._deliver)
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
+
+    def later(self, do: Callable[[], object]) -> None:
+        """Have something done that takes milliseconds and that nobody waits for, once no more of that comes.
+
+        Beside it, calls would wait for the interpreter's lock.
+        """
+        with self._lock:
+            if not self._cancel.is_set():
+                self._calm_at = time.monotonic() + _CALM
+                self._left.put(do)
+                self._begin("left", self._do_what_is_left)
 
     def when_built(self, spec: KernelSpec, do: Callable[[Artifact], object]) -> None:
         """Give a kernel that was added to a function once it is built, in another thread. If it cannot be, never."""
@@ -135,17 +153,27 @@ class Background(Part):
 
     def wait(self) -> None:
         """Wait until all that was added is done, and given to those who asked for it."""
-        self._queue.join()
-        self._arrivals.join()
+        for work in (self._queue, self._arrivals, self._left):
+            work.join()
 
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
+        self._end_at = time.monotonic() + _AT_THE_END
         self._cancel.set()
         if self._apart is not None:
             self._apart.close()
-        for work in (self._queue, self._arrivals):
+        for work in (self._queue, self._arrivals, self._left):
             with work.all_tasks_done:
                 work.all_tasks_done.wait_for(lambda work=work: not work.unfinished_tasks, _PATIENCE)  # type: ignore[misc]
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        """Start one of the other threads, if it does not run."""
+        if name in self._others:
+            return
+        if not self._others:
+            atexit.register(self.close)
+        self._others.add(name)
+        threading.Thread(target=work, name=f"cutlass_ops_{name}", daemon=True).start()
 
     def _work(self) -> None:
         # Its priority is the callers': a thread that has to wait for a processor may hold the interpreter's lock.
@@ -202,6 +230,20 @@ class Background(Part):
                 _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
             finally:
                 work.task_done()
+
+    def _do_what_is_left(self) -> None:
+        left, cancel = self._left, self._cancel
+        while True:
+            do = left.get()
+            try:
+                while (pause := self._calm_at - time.monotonic()) > 0 and not cancel.wait(pause):
+                    pass
+                if not cancel.is_set() or time.monotonic() < self._end_at:
+                    do()
+            except Exception as exc:
+                _log.warning("failed in the background: %s", exc, exc_info=True)
+            finally:
+                left.task_done()
 
     def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
         bundled = self.session.part(Bundles).find(spec)

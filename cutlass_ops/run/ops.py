@@ -210,6 +210,7 @@ class Op(Warm):
             raise UnsupportedError(
                 f"{self.name}: {why}, and a prepared launch is one kernel: call the op itself"
             ) from exc
+        decision.finish()  # as `warm_up` does
         # Of other tensors, no other kernel serves.
         plan = make_plan(self.name, decision.spec, decision.order, call)
         return replace(plan, way=replace(plan.way, misaligned=False))
@@ -270,10 +271,13 @@ class Op(Warm):
         if call.is_reference:
             return ()
         try:
-            return self._decide(call).specs
+            decision = self._decide(call)
         except UnsupportedError:
             if not self.why_instead(call):
                 raise
+        else:
+            decision.finish()
+            return decision.specs
         parts = (op._specs_for(part) for op, part in self.instead_of(call))
         return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
 

@@ -122,7 +122,7 @@ def supply(decision: Decision) -> Supply:
 
 
 def supply_others(decision: Decision, device: torch.device) -> None:
-    """Have what other numbers of rows may need built and loaded meanwhile, so that no later call waits for it.
+    """Have what other numbers of rows may need decided, built and loaded meanwhile: no later call waits for it.
 
     Parameters
     ----------
@@ -137,6 +137,8 @@ def supply_others(decision: Decision, device: torch.device) -> None:
         missing = [spec for spec in missing if bundles.find(spec) is not None]
     if missing:
         Background.current().add(missing, then=functools.partial(registry.take, device=device))
+    if not decision.is_finished:
+        Background.current().later(decision.finish)
 
 
 def stand_in(decision: Decision) -> Supply | None:

@@ -65,6 +65,28 @@ def test_a_cold_call_is_right_on_the_kernel_that_compiles_fastest_and_then_on_th
     assert op.served_warm == served + 1
 
 
+def test_a_weight_s_first_call_may_be_captured_while_a_thread_finds_its_other_steps(operands, monkeypatch):
+    def decided():
+        found = [op.plan(operands[0][:rows], *operands[1:]) for rows in (1, 77, 300, M)]
+        return [(each.config, each.order) for each in found], found[-1].is_finished
+
+    # No other kernel is compiled.
+    monkeypatch.setattr(Background, "add", lambda *_, **__: None)
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+    op, out = ops.Op("relu", co.gemm_bias_relu.epilogue), torch.full((M, N), float("nan"), device="cuda").bfloat16()
+    Registry.current().ready([op.plan(*operands).spec], operands[0].device)
+    policies.forget(shipped=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(*operands, out=out)
+        before, finished = decided()
+        assert not finished
+        Background.current().wait()
+        assert decided() == (before, True)
+    graph.replay()
+    assert near(out, *operands)
+
+
 def some_of(configs):
     """Return a configuration for each orientation, schedule and depth of a tile."""
     found = {(c.swap_ab, c.schedule, c.threadblock.k): c for c in configs if c.wgmma and c.whole_k}

@@ -37,6 +37,7 @@ class FakeDevice:
     then: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
     on_device: set = field(default_factory=set)  # kernels that the driver has loaded, each with the device
+    left: list = field(default_factory=list)  # what is left to a thread
 
     def kernel(self, spec):
         return self.kernels([spec])[0]
@@ -80,6 +81,7 @@ class FakeDevice:
         """Queues what is added, and builds nothing until a test calls :meth:`built`."""
         return SimpleNamespace(
             add=self._add,
+            later=self.left.append,
             when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
             failure=self.failed.get,
             pending=self.waiting.__contains__,

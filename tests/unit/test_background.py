@@ -11,6 +11,7 @@ from fake_toolkit import sm80_spec
 from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base.session import Session
+from cutlass_ops.compilation import background as background_module
 from cutlass_ops.compilation.background import Background
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
@@ -68,6 +69,57 @@ def test_the_caller_does_not_wait():
     go.set()
     background.wait()
     assert in_time == [True] * len(SPECS)
+
+
+def test_what_calls_left_is_done_in_turn_once_it_is_calm(caplog, monkeypatch):
+    monkeypatch.setattr(background_module, "_CALM", 0.3)
+    done = []
+    background = Background(Session(), lambda spec, cancel: lambda: spec)
+    begin = time.monotonic()
+    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
+    background.later(lambda: 1 / 0)
+    time.sleep(0.2)
+    assert done == []
+    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
+    # Kernels do not wait for it.
+    background.add(SPECS[:1], then=lambda spec, artifact: done.append((spec, time.monotonic())))
+    background.wait()
+    (first, _), *others = done
+    assert first == SPECS[0]
+    assert [name for name, _ in others] == ["cutlass_ops_left"] * 2
+    assert all(at > begin + 0.5 for _, at in others)
+    assert "division by zero" in caplog.text
+
+
+def test_what_calls_left_is_done_at_the_end_for_a_moment(monkeypatch):
+    monkeypatch.setattr(background_module, "_CALM", 60)
+    done, released = [], threading.Event()
+    background = Background(Session(), lambda spec, cancel: lambda: spec)
+    background.later(lambda: done.append(1))
+    background.later(lambda: released.wait(60))
+    background.later(lambda: done.append(2))
+    threading.Timer(2 * background_module._AT_THE_END, released.set).start()
+    background.close()
+    background.later(lambda: done.append(3))
+    background.wait()
+    assert done == [1]
+
+
+def test_a_process_that_ends_soon_leaves_its_decisions_to_the_next(tmp_path):
+    code = """
+import sys
+sys.path.insert(0, "tests/unit")
+from signatures import H100, signature
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.problem import Problem
+decision = dispatch.decide(signature(), H100, Problem(100, 4096, 2560))
+print(decision.is_finished)
+Background.current().later(decision.finish)
+"""
+    given = os.environ | {"CUTLASS_OPS_CACHE_DIR": str(tmp_path / "store"), "CUTLASS_OPS_CHOICES": "1"}
+    run = [sys.executable, "-c", WITHOUT_PYTORCH + code]
+    assert [subprocess.check_output(run, text=True, env=given).strip() for _ in range(2)] == ["False", "True"]
 
 
 def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):

@@ -31,6 +31,7 @@ def folder(monkeypatch, tmp_path, session):
 
 def decided(of=None, device=H100, rows=ROWS, n=N):
     found = [dispatch.decide(of or signature(), device, Problem(m, n, K)) for m in rows]
+    found[-1].finish()
     return [(d.config, d.order, d.kept, d.peer, d.spec, d.specs) for d in found]
 
 
@@ -51,6 +52,8 @@ def no_policy(monkeypatch):
 )
 def test_another_process_decides_the_same_without_a_policy(of, device, folder, no_policy):
     weight = policies.policy(of, device).weight_of(N, K, 1)
+    assert files(folder) == []
+    weight.finish()
     rows = [m for m in ROWS if weight.serves(Problem(m, N, K)) is not None]
     assert len(rows) > 5
     wanted = decided(of, device, rows)
@@ -149,7 +152,11 @@ def test_other_code_or_tables_have_other_files(folder, monkeypatch):
 
 def test_kernels_near_a_number_of_rows_serve_one_within_a_factor(folder):
     weight = policies.policy(signature(), H100).weight_of(N, K, 1)
-    for m in (1, 60, 1000, 8192):
+    early = {m: weight.near(Problem(m, N, K)) for m in (1, 60, 1000, 8192)}
+    weight.finish()
+    for m, before in early.items():
+        assert before
+        assert {each.config for each in before} <= {each.config for each in weight.near(Problem(m, N, K))}
         found = [each.config for each in weight.near(Problem(m, N, K))]
         within = {
             weight.kept[at[0]]

@@ -58,6 +58,7 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
     background = SimpleNamespace(
         add=lambda specs, first=False, then=None: queued.extend(specs),
+        later=lambda do: None,
         pending=lambda spec: False,
         failure=lambda spec: None,
     )

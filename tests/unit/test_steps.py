@@ -1,12 +1,17 @@
 """What is found once for a weight: the kernels that tables and model choose, in little memory."""
 
+import itertools
 import pickle
 import random
+import subprocess
+import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from processes import WITHOUT_PYTORCH
 from signatures import A100, H100, H200, signature
 
 from cutlass_ops.base import resources
@@ -82,6 +87,102 @@ def test_what_serves_is_what_tables_and_model_choose(name):
             assert best.config in found.kept
 
 
+def anew(policy):
+    """Return a policy that has not decided about any weight."""
+    return replace(policy, knowledge=replace(policy.knowledge))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_what_a_first_call_asks_for_is_what_is_decided_once_all_steps_are_known(name):
+    shipped, rng = policies.policy(*SIGNATURES[name]), random.Random(name)
+    (n, k), rows = weights(name, 1)[0], [1, 5, 31, *(round(2 ** rng.uniform(0, 14)) for _ in range(12))]
+    first = []
+    for m in rows:
+        policy = anew(shipped)
+        best, weight = policy.serves(Problem(m, n, k))
+        assert not weight.so_far.whole
+        first.append(best)
+    weight.finish()
+    assert [policy.serves(Problem(m, n, k))[0] for m in rows] == first
+    # Which call came first has no influence on the steps, nor on what is kept.
+    other = anew(shipped).weight_of(n, k, 1, rows[3])
+    assert (other.kept, other.measured, other.steps) == (weight.kept, weight.measured, weight.steps)
+
+
+def test_the_number_of_rows_of_the_first_call_needs_no_second_look(monkeypatch):
+    policy = policies.policy(signature(), H100)
+    monkeypatch.setattr(policies.Policy, "choose", lambda *_: pytest.fail("asked again"))
+    for m in (7, 100, 3001, 7777):
+        assert anew(policy).serves(Problem(m, 4096, 1536))
+
+
+def test_without_a_thread_the_steps_are_searched_for_after_some_numbers_of_rows():
+    policy = anew(policies.policy(signature(), H100))
+    weight = policy.weight_of(4096, 1536, 1)
+    known = [policy.serves(Problem(m, 4096, 1536))[0] for m in (2, 8, 64, 512, 4096) * 4]
+    assert None not in known
+    searched = []
+    rows = (m for m in range(3001, 4000) if m % 8)  # none of them is foretold
+    for m in itertools.islice(rows, 66):
+        policy.serves(Problem(m, 4096, 1536))
+        searched.append(weight.so_far.whole)
+    assert searched == [False] * 64 + [True] * 2
+    assert weight.finished
+
+
+def test_threads_decide_alike_while_one_searches():
+    policy, rows = anew(policies.policy(signature(), H100)), range(1, 8000, 97)
+    weight = policy.weight_of(6144, 2560, 1)
+    with ThreadPoolExecutor(8) as threads:
+        left = [threads.submit(weight.finish) for _ in range(2)]
+        found = list(threads.map(lambda m: policy.serves(Problem(m, 6144, 2560)), rows))
+        assert all(each.result() is None for each in left)
+    assert weight.finished
+    assert [ordered for ordered, _ in found] == [policy.choose(Problem(m, 6144, 2560)).ordered for m in rows]
+    assert all(of is weight for _, of in found)
+
+
+def test_a_process_forked_while_a_thread_searches_decides_alike():
+    script = """
+import os, sys, threading
+sys.path.insert(0, "tests/unit")
+from signatures import H100, signature
+from cutlass_ops.choose import dispatch, steps
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.problem import Problem
+
+def decided():
+    found = [dispatch.decide(signature(), H100, Problem(m, 4096, 2560)) for m in (1, 33, 100, 3001, 7777)]
+    return found[-1], [(each.config, each.order) for each in found]
+
+search, begun, go = steps._all_steps, threading.Event(), threading.Event()
+
+def slow(*arguments):
+    begun.set()
+    go.wait(60)
+    return search(*arguments)
+
+first, wanted = decided()
+first._weight.so_far._search = lambda of=first._weight.so_far._search: slow(*of.args)
+Background.current().later(first.finish)
+begun.wait(60)
+child = os.fork()
+if child == 0:
+    go.set()  # the thread that waits is not here
+    last, found = decided()
+    same = found == wanted and not last.is_finished
+    Background.current().later(last.finish)
+    Background.current().wait()
+    last, found = decided()
+    os._exit(0 if same and found == wanted and last.is_finished else 1)
+go.set()
+Background.current().wait()
+assert decided()[1] == wanted
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + script], check=True, timeout=120)
+
+
 def test_a_decision_needs_no_specification_twice():
     first, second = (dispatch.decide(signature(), H100, Problem(m, 4096, 4096)) for m in (100, 3000))
     assert first.spec is next(s for s in first.specs if s.config == first.config)
@@ -94,6 +195,8 @@ def test_steps_of_eight_weights_take_little_memory():
     tracemalloc.start()
     try:
         found = [policy.weight_of(4096 + 128 * at, 4096, 1) for at in range(8)]
+        for weight in found:
+            weight.finish()
         assert all(w.serves(Problem(m, 4096, 4096)) or w.steps.at(m) is None for w in found for m in range(1, 8193))
         assert tracemalloc.get_traced_memory()[0] < 1 << 20
     finally:

@@ -248,6 +248,38 @@ def test_a_captured_call_takes_only_what_is_loaded(op, device, specs, monkeypatc
     assert device.launches[0].spec == other
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_first_call_leaves_the_weight_s_other_steps_to_a_thread(op, device, monkeypatch, captured):
+    def decided():
+        return [(d.config, d.order) for d in map(best, (5, 77, 1001, 5003))]
+
+    monkeypatch.setattr(supply.torch.cuda, "is_available", lambda: captured)
+    monkeypatch.setattr(supply.torch.cuda, "is_current_stream_capturing", lambda: captured)
+    policies.forget(shipped=True)
+    monkeypatch.setattr(policies.Weight, "finish", lambda weight: pytest.fail("the call did it"))
+    op(rows(M), B, BIAS)
+    (left,) = device.left
+    assert not best().is_finished
+    before = decided()
+    monkeypatch.undo()
+    left()
+    assert best().is_finished
+    assert decided() == before
+    with fake_device(monkeypatch) as again:
+        other = ops.Op("relu", builtin.bias_relu)
+        other(rows(M), B, BIAS)
+        assert again.left == []
+        assert again.launches[0].spec == device.launches[0].spec
+
+
+def test_nothing_is_left_after_a_warm_up(op, device):
+    policies.forget(shipped=True)
+    op.warm_up(rows(M), B, BIAS)
+    assert best().is_finished
+    op(rows(M), B, BIAS)
+    assert device.left == []
+
+
 def test_what_a_weight_needs_is_loaded_meanwhile_on_the_call_s_device(op, device):
     a = rows(M)
     op(a, B, BIAS)
