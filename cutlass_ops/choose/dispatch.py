@@ -6,7 +6,7 @@ candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -118,10 +118,10 @@ class Decision:
             return tuple(self._weight.specs.values())
         return tuple(self.device.spec(self.signature, c) for c in self.kept)
 
-    def near(self) -> list[tuple[KernelSpec, Ordered]]:
-        """Return the weight's kernels that serve numbers of rows near the problem's, the nearest first."""
+    def near(self) -> Iterator[tuple[KernelSpec, Ordered]]:
+        """Yield the weight's kernels that serve numbers of rows near the problem's, the nearest first."""
         weight = self._weight
-        return [] if weight is None else [(weight.specs[each.config], each) for each in weight.near(self.problem)]
+        return iter(()) if weight is None else ((weight.specs[e.config], e) for e in weight.near(self.problem))
 
     @property
     def is_finished(self) -> bool:
@@ -150,14 +150,19 @@ class Decision:
         policy = _policy(self.signature, self.device)
         return (c for c in policy.every(self.problem) if c.config != self.config)
 
-    def beside(self, has: Callable[[KernelSpec], bool]) -> list[Candidate]:
-        """Return the kernel and those others of the signature of which something holds, the fastest first.
+    def beside(self, loaded: Callable[[Set[KernelSpec]], Iterable[KernelSpec]]) -> tuple[KernelSpec, Ordered] | None:
+        """Return another kernel of the signature that is loaded and can be launched, the fastest by the model alone.
 
-        Of these alone it is computed in what order their tiles are visited, which takes longer than their times.
+        Parameters
+        ----------
+        loaded : callable
+            Returns which of some kernels are loaded.
         """
         policy = _policy(self.signature, self.device)
-        others = (c for c in policy.kernels if has(policy.spec(c)))
-        return policy.every(self.problem, {self.config, *others})
+        there = {policy.by_spec[spec]: spec for spec in loaded(policy.by_spec.keys())}
+        there.pop(self.config, None)
+        found = policy.quick(self.problem, there) if there else None
+        return None if found is None else (there[found.config], found)
 
 
 def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:

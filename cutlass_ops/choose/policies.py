@@ -172,6 +172,15 @@ class Policy:
         """The specification of a kernel."""
         return partial(spec_of, self.signature, self.device)
 
+    @cached_property
+    def by_spec(self) -> Mapping[KernelSpec, Config]:
+        """The kernels by specification."""
+        return {self.spec(config): config for config in self.kernels}
+
+    def quick(self, problem: Problem, among: Iterable[Config]) -> Ordered | None:
+        """Return the kernel of some that the model alone expects to be the fastest; None if none can be launched."""
+        return self.knowledge.quick(problem, among)
+
     def weight_of(self, n: int, k: int, count: int, asked: int = 1) -> Weight:
         """Return what so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy.
 

@@ -83,8 +83,8 @@ class Weight:
             self._by_gpc[place] = order_of(config, problem, self._traits, self.device, by_gpc=True)
         return Ordered(config, self._by_gpc[place])
 
-    def near(self, problem: Problem) -> list[Ordered]:
-        """Return the kernels that serve some number of rows within :data:`NEAR` of a problem's, the nearest first.
+    def near(self, problem: Problem) -> Iterator[Ordered]:
+        """Yield the kernels that serve some number of rows within :data:`NEAR` of a problem's, the nearest first.
 
         That takes no model: a kernel that is the fastest nearby is not much slower here. Before all steps are known, it
         is those that are the fastest at the foretold numbers of rows.
@@ -96,7 +96,7 @@ class Weight:
             if kernel >= 0 and away <= min(NEAR, found.get(kernel >> 1, NEAR)):
                 found[kernel >> 1] = away
         configs = [self.kept[place] for place in sorted(found, key=found.__getitem__)]
-        return [Ordered(c, order_of(c, problem, self._traits, self.device, by_gpc=False)) for c in configs]
+        return (Ordered(c, order_of(c, problem, self._traits, self.device, by_gpc=False)) for c in configs)
 
     @property
     def steps(self) -> Steps:

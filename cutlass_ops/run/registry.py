@@ -6,7 +6,7 @@ One function owns the look-up order: loaded, bundle, store, remote store, build.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutlass_ops.artifacts import loader
@@ -66,6 +66,10 @@ class Registry(Part):
     def has(self, spec: KernelSpec) -> bool:
         """Whether a kernel is loaded."""
         return spec in self._entries
+
+    def those(self, specs: Set[KernelSpec]) -> set[KernelSpec]:
+        """Return those of some kernels that are loaded."""
+        return {*(specs & self._entries.keys())}
 
     def found(self, spec: KernelSpec) -> Artifact | None:
         """Return a kernel from a bundle or the store, without compiling or loading it; None if it is not there."""

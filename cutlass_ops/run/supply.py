@@ -86,8 +86,7 @@ def supply(decision: Decision) -> Supply:
     alike = None if background.failure(best.spec) else _alike(decision)
     if alike is not None:
         background.add([best.spec], first=True)
-        if _log.isEnabledFor(logging.INFO):  # a slug takes longer than the choice
-            _log.info("%s serves until %s is there", alike.spec.slug, best.spec.slug)
+        _say("%s serves until %s is there", alike.spec, best.spec)
         return Supply(alike.spec, alike.serves, best.spec)
     if not env.jit_enabled():
         return _without_compiling(decision, best)
@@ -106,7 +105,7 @@ def supply(decision: Decision) -> Supply:
         # To fetch the best kernel takes less time than to compile any.
         if registry.fetched(best.spec) is not None:
             return best
-        _log.info("a call waits for the compiler: no kernel that may serve in place of %s is compiled", best.spec.slug)
+        _say("a call waits for the compiler: no kernel that may serve in place of %s is compiled", best.spec)
         found = _quickest(decision)
     if found is None:
         return best
@@ -117,7 +116,7 @@ def supply(decision: Decision) -> Supply:
         )
         return found
     background.add([best.spec], first=True)
-    _log.info("%s serves until %s is compiled", found.spec.slug, best.spec.slug)
+    _say("%s serves until %s is compiled", found.spec, best.spec)
     return Supply(found.spec, found.serves, best.spec)
 
 
@@ -156,6 +155,11 @@ def stand_in(decision: Decision) -> Supply | None:
     stored = (each for each in _others(decision) if _may_be_there(each, decision) and _is_there(each.spec))
     found = _loaded(decision) or next(stored, None)
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
+
+
+def _say(message: str, *kernels: KernelSpec) -> None:
+    if _log.isEnabledFor(logging.INFO):  # a slug takes longer than the choice
+        _log.info(message, *(spec.slug for spec in kernels))
 
 
 def _store_is_quick() -> bool:
@@ -197,12 +201,9 @@ def _sums_in_order(decision: Decision, config: Config) -> bool:
 
 
 def _loaded(decision: Decision) -> Supply | None:
-    """Return the fastest other kernel that is loaded."""
-    others = (c for c in decision.beside(Registry.current().has) if c.config != decision.config)
-    found = next(others, None)
-    if found is None:
-        return None
-    return Supply(decision.device.spec(decision.signature, found.config), found.ordered)
+    """Return another kernel that is loaded, the fastest by the model."""
+    found = decision.beside(Registry.current().those)
+    return None if found is None else Supply(*found)
 
 
 def _at_hand(decision: Decision) -> Supply | None:

@@ -45,6 +45,9 @@ class FakeDevice:
     def has(self, spec):
         return spec in self.loaded
 
+    def those(self, specs):
+        return self.loaded.keys() & specs
+
     def found(self, spec):
         return None if spec in self.absent else spec
 
