@@ -126,12 +126,18 @@ def pipeline_stages(spec: KernelSpec) -> int:
     config = _sm90(spec)
     if config.stages is not None:
         return config.stages
-    limit = arch.target(spec.target).shared_memory
+    limit = block_memory(spec)
     stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
     most = min(MAX_STAGES, limit // stage)
     means, epilogue = means_smem(spec), _epilogue(spec)
     sizes = ((s, means + _shared_storage(spec, config, s, epilogue)) for s in range(most, 0, -1))
     return next((s for s, size in sizes if size <= limit), 0)
+
+
+def block_memory(spec: KernelSpec) -> int:
+    """Return the shared memory that a thread block may have, in bytes: its part of a multiprocessor's."""
+    target, resident = arch.target(spec.target), _sm90(spec).resident
+    return min(target.shared_memory, target.shared_memory_per_sm // resident - arch.RESERVED_SHARED_MEMORY)
 
 
 def mainloop_smem(spec: KernelSpec, stages: int) -> int:
