@@ -16,6 +16,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
@@ -74,6 +75,26 @@ def means_smem(spec: KernelSpec) -> int:
         return 0
     count = gathered_tiles(spec) * len(spec.epilogue.gathered) * gathered_rows(spec)
     return round_up(count * f32.bytes, _MEANS_ALIGNMENT)
+
+
+def quantized_by_warps(spec: KernelSpec) -> bool:
+    """Return whether D is quantised and each warp stores its own rows (``QuantizedByWarps`` in ``quantized.h``).
+
+    That is so where nothing that a tile's epilogue reads or adds up comes from other warpgroups.
+    """
+    return (
+        spec.epilogue.quantized is not None
+        and spec.form == DENSE
+        and not _sm90(spec).side_by_side
+        and source_name(spec) is None
+        and not spec.epilogue.gathered
+        and all(output.reduction is None for output in spec.epilogue.outputs)
+    )
+
+
+def row_copies(spec: KernelSpec) -> int:
+    """Return how many copies of a value for each column are in shared memory: one for each warpgroup on its own."""
+    return 2 if quantized_by_warps(spec) and _sm90(spec).schedule == "cooperative" else 1
 
 
 def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
@@ -241,7 +262,8 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
         if given.kind is Kind.TILE and operand.aligned and given.name != c:
             yield _tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
-            yield Block(round_up(output_tile(spec).n * operand.dtype.bytes, ARRAY_ALIGNMENT))
+            columns = output_tile(spec).n * row_copies(spec)
+            yield Block(round_up(columns * operand.dtype.bytes, ARRAY_ALIGNMENT))
     together = {group[0].name: group for group in reduced_together(spec)} if plain_epilogue(spec) else {}
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
