@@ -16,13 +16,12 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
-from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
-from cutlass_ops.kinds.serving import plain_epilogue, reduced_together, source, source_name
+from cutlass_ops.kinds.serving import plain_epilogue, quantizes_apart, reduced_together, source, source_name
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
@@ -78,18 +77,8 @@ def means_smem(spec: KernelSpec) -> int:
 
 
 def quantized_by_warps(spec: KernelSpec) -> bool:
-    """Return whether D is quantised and each warp stores its own rows (``QuantizedByWarps`` in ``quantized.h``).
-
-    That is so where nothing that a tile's epilogue reads or adds up comes from other warpgroups.
-    """
-    return (
-        spec.epilogue.quantized is not None
-        and spec.form == DENSE
-        and not _sm90(spec).side_by_side
-        and source_name(spec) is None
-        and not spec.epilogue.gathered
-        and all(output.reduction is None for output in spec.epilogue.outputs)
-    )
+    """Return whether D is quantised and each warp stores its own rows, of which it then has all columns."""
+    return quantizes_apart(spec.epilogue, spec.form) and not _sm90(spec).side_by_side
 
 
 def row_copies(spec: KernelSpec) -> int:
