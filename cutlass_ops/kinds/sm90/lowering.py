@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, DType, f32, i8, i32, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
@@ -126,7 +125,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         ],
         "is_tree": is_tree,
         "store_d_by_tma": spec.d.aligned,
-        "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.means_smem(spec),
+        "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
         "copies": copies,
