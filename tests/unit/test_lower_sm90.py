@@ -481,22 +481,21 @@ def quantised_alone(acc):
 
 
 @pytest.mark.parametrize(
-    ("epilogue", "a", "tile", "schedule", "by_warps", "short"),
+    ("epilogue", "a", "tile", "schedule", "by_warps"),
     [
-        (quantised_gate, "e4m3", (128, 256, 128), "cooperative", True, True),
-        (quantised_gate, "e4m3", (64, 256, 128), "pingpong", True, True),
-        (quantised_gate, "bf16", (128, 256, 64), "cooperative", True, False),  # whose sums keep more bits
-        (quantised_and_read, "e4m3", (128, 128, 128), "cooperative", False, True),
-        (quantised_and_reduced, "e4m3", (128, 128, 128), "cooperative", False, False),  # a result in FP32
-        (quantised_alone, "e4m3", (192, 256, 128), "cooperative", False, False),  # warpgroups side by side
+        (quantised_gate, "e4m3", (128, 256, 128), "cooperative", True),
+        (quantised_gate, "e4m3", (64, 256, 128), "pingpong", True),
+        (quantised_gate, "bf16", (128, 256, 64), "cooperative", True),
+        (quantised_and_read, "e4m3", (128, 128, 128), "cooperative", False),
+        (quantised_and_reduced, "e4m3", (128, 128, 128), "cooperative", False),
+        (quantised_alone, "e4m3", (192, 256, 128), "cooperative", False),  # warpgroups side by side
     ],
 )
-def test_warps_that_quantise_wait_for_no_others_and_activations_are_short(epilogue, a, tile, schedule, by_warps, short):
+def test_warps_that_quantise_wait_for_no_others(epilogue, a, tile, schedule, by_warps):
     config = co.Sm90Config(co.ThreadblockShape(*tile), schedule=schedule)
     source = co.source(co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d="e4m3.row", epilogue=epilogue, config=config))
     assert ("cutlass_ops::QuantizedByWarps>" in source) == by_warps
     assert ("cutlass_ops::Quantized>" in source) != by_warps
-    assert ("#define CUTLASS_OPS_FP8_RESULTS" in source) == short
     if epilogue is quantised_gate:  # each of two warpgroups has its own copy
         copies = ", 2" if schedule == "cooperative" else ""
         assert f"cutlass_ops::RowInput<OutputShape, EpilogueTile, Element_by{copies}>" in source

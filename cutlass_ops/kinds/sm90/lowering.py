@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops.base.dtypes import FP8, DType, f32, i8, i32, tf32
+from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
@@ -30,9 +30,6 @@ _EPILOGUE = {
     "cooperative": "TmaWarpSpecializedCooperative",
     "warp_specialized": "TmaWarpSpecialized",
 }
-
-# Operations with a shorter way where results are in FP8 (kByTanh in epilogue_math.h).
-_BY_TANH = frozenset(("sigmoid", "silu", "gelu_tanh"))
 
 # Of CUTLASS's reductions: the functor that folds a value in, the one that joins partial results, and the identity.
 _CUTLASS_REDUCTIONS = {
@@ -100,7 +97,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "block_scales": bool(spec.epilogue.block_scales),
         "quantized": D_SCALE if spec.epilogue.quantized else "",
         "by_warps": footprint.quantized_by_warps(spec),
-        "fp8_results": _fp8_results(spec),
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
@@ -138,14 +134,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
-
-
-def _fp8_results(spec: KernelSpec) -> bool:
-    """Return whether operands and all results are in FP8, and an activation is among what computes these."""
-    results = [spec.d, *(t for o, t in spec.typed_outputs if o.kind is not Kind.BLOCKS_D)]
-    return all(o.dtype in FP8 for o in (spec.a, spec.b, *results)) and any(
-        node.op in _BY_TANH for node in spec.epilogue.nodes
-    )
 
 
 def _wgmma(spec: KernelSpec) -> dict[str, str]:

@@ -97,40 +97,11 @@ CUTLASS_DEVICE float sigmoid_of_power(float x) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// tanh(x), by the special function unit: its relative error is at most 2^-11.
-CUTLASS_DEVICE float near_tanh(float x) {
-#if defined(__CUDACC__)
-  float r;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-#else
-  return tanhf(x);
-#endif
-}
-
-// 1 / (1 + e^-x) = (1 + tanh(x / 2)) / 2, and with it the functions below. Where operands and results are in FP8, whose sums keep
-// no more bits and whose results far fewer, one operation of the special function unit is enough. The absolute error is 2^-12, and
-// so relative to a block's greatest value, not to the result: where x is below -4, that keeps few of its bits.
-#if defined(CUTLASS_OPS_FP8_RESULTS)
-constexpr bool kByTanh = true;
-#else
-constexpr bool kByTanh = false;
-#endif
-
-CUTLASS_DEVICE float sigmoid(float x) {
-  if constexpr (kByTanh) return fmaf(0.5f, near_tanh(0.5f * x), 0.5f);
-  return sigmoid_of_power(-kLog2E * x);
-}
+CUTLASS_DEVICE float sigmoid(float x) { return sigmoid_of_power(-kLog2E * x); }
 
 CUTLASS_DEVICE float relu(float x) { return maximum(x, 0.0f); }
 CUTLASS_DEVICE float leaky_relu(float x, float negative_slope) { return x > 0.0f ? x : x * negative_slope; }
-CUTLASS_DEVICE float silu(float x) {
-  if constexpr (kByTanh) {
-    float const half = 0.5f * x;
-    return fmaf(half, near_tanh(half), half);
-  }
-  return x * sigmoid(x);
-}
+CUTLASS_DEVICE float silu(float x) { return x * sigmoid(x); }
 CUTLASS_DEVICE float hardswish(float x) { return x * clamp(x + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f); }
 
 CUTLASS_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
@@ -138,11 +109,6 @@ CUTLASS_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3): the same function without the cancellation at
 // negative x. The factors of x and x^3 in the exponent are constants.
 CUTLASS_DEVICE float gelu_tanh(float x) {
-  if constexpr (kByTanh) {
-    constexpr float kFirst = 0.79788456080286536f, kThird = kFirst * 0.044715f;
-    float const half = 0.5f * x;
-    return fmaf(half, near_tanh(x * (kThird * (x * x) + kFirst)), half);
-  }
   constexpr float kLinear = -2.0f * kLog2E * 0.79788456080286536f, kCubic = kLinear * 0.044715f;
   return x * sigmoid_of_power(x * (kCubic * (x * x) + kLinear));
 }
