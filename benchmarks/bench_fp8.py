@@ -1,7 +1,7 @@
-"""Measures scaled FP8 GEMMs against torch._scaled_mm and, where it is installed, DeepGEMM.
+"""Measures scaled FP8 GEMMs against PyTorch and, where it is installed, DeepGEMM.
 
     python benchmarks/bench_fp8.py --out benchmarks/results/fp8_h100.json
-    python benchmarks/bench_fp8.py --scales blocks --rows 1 64 4096 --out /tmp/blocks.json
+    python benchmarks/bench_fp8.py --scales blocks --rows 1 16 64 128 512 1024 4096 8192 --out /tmp/blocks.json
     python benchmarks/bench_fp8.py --resume /tmp/blocks.json --out /tmp/all.json    # only missing rows
 
 Scales: one of each tensor ("tensor"), one for each row of A and column of B ("rows"), 1x128 blocks of A with 128x128
@@ -9,17 +9,26 @@ of B ("blocks") or with 1x128 of B ("blocks_1d"). Operands are e4m3, D is BF16. 
 ``math`` of scaled_gemm has it; with scales of blocks they are promoted. Fast ones are compared with both ways of
 torch._scaled_mm, promoted ones with that without fast accumulation, whose accuracy they have.
 
+Scales of blocks have further peers: torch.nn.functional.scaled_mm ("recipes"), which is told what the scales are, and
+DeepGEMM ("deep_gemm"), in the one case that it has on Hopper, 128x128 of B. It is not a part of this repository: put
+it on PYTHONPATH. Every peer gets scales in the layout that it reads without a copy. DeepGEMM compiles a kernel at its
+first call, so these calls are made ahead, by several processes.
+
 Each row: {"scales", "sums", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer", "ratio_to_best_peer",
 "ratio_range", "tflops", "error", "peers_error": {name: error}, "absent": {name: why}, "kernel"}. Errors are relative,
-of sampled rows, against float64. A peer without such scales is absent, with the reason.
+of sampled rows, against float64. A peer without such scales, or with a wrong result, is absent, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -41,21 +50,29 @@ SCALES = ("tensor", "rows", "blocks", "blocks_1d")
 SUMS: tuple[Math, ...] = ("fast", "promoted")
 # How much larger our error may be than that of the peer that adds up in the same way.
 _ALLOWED = {"fast": 2.0, "promoted": 1.1}
+# A larger error of a peer shows that it took the scales for others.
+_WRONG = 0.05
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SAMPLED = 64
+# DeepGEMM's columns of scales have 16 bytes, or a multiple of that: the bulk tensor copy engine reads them.
+_SCALES_TOGETHER = 4
+# Processes that make DeepGEMM's first calls: each has a context on the GPU.
+_PROCESSES = 8
 
 
 @dataclass(frozen=True)
 class Inputs:
     """One set of a case's tensors: A (M, K), B (K, N) and scales as scaled_gemm takes them, for D (M, N).
 
-    Scales of blocks of A lie as peers want them: those of neighbouring rows beside each other.
+    Scales of blocks 1x128 lie as PyTorch wants them: those of neighbouring rows beside each other. `padded_scale_a`
+    has the same, with room for a multiple of four rows, as DeepGEMM wants them. It is `scale_a` where M is one.
     """
 
     a: Tensor
     b: Tensor
     scale_a: Tensor
     scale_b: Tensor
+    padded_scale_a: Tensor
     out: Tensor
 
 
@@ -87,8 +104,19 @@ def draw(scales: str, m: int, n: int, k: int, device: str = "cuda") -> Inputs:
     elif scales == "rows":
         scale_a, scale_b = scale_a.view(-1), scale_b.view(-1)
     else:
-        scale_a = scale_a.t().contiguous().t()
-    return Inputs(a, w.t(), scale_a, scale_b, torch.empty(m, n, device=device, dtype=torch.bfloat16))
+        scale_a = by_columns(scale_a)
+        scale_b = by_columns(scale_b) if scales == "blocks_1d" else scale_b
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    padded = by_columns(scale_a, _SCALES_TOGETHER) if scales.startswith("blocks") and m % _SCALES_TOGETHER else scale_a
+    return Inputs(a, w.t(), scale_a, scale_b, padded, out)
+
+
+def by_columns(scale: Tensor, multiple: int = 1) -> Tensor:
+    """Return a copy of a matrix whose columns are contiguous, each with room for a multiple of so many rows."""
+    rows, columns = scale.shape
+    room = scale.new_zeros(columns, -(-rows // multiple) * multiple)
+    room[:, :rows] = scale.t()
+    return room[:, :rows].t()
 
 
 def sums_of(scales: str) -> tuple[Math, ...]:
@@ -125,27 +153,72 @@ def peers(scales: str, sums: Math) -> Mapping[str, Callable[[Inputs], Tensor]]:
         scale_a, scale_b = x.scale_a, x.scale_b
         if scales == "rows":
             scale_a, scale_b = scale_a[:, None], scale_b[None]
-        elif scales == "blocks":
+        elif scales.startswith("blocks"):
             scale_b = scale_b.t()
-        elif scales == "blocks_1d":
-            scale_b = scale_b.t().contiguous()
         return torch._scaled_mm(x.a, x.b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    def with_recipes(x: Inputs) -> Tensor:
+        functional, of_b = torch.nn.functional, "BlockWise128x128" if scales == "blocks" else "BlockWise1x128"
+        return functional.scaled_mm(
+            x.a, x.b,
+            x.scale_a, functional.ScalingType.BlockWise1x128,
+            x.scale_b.t() if scales == "blocks" else x.scale_b, getattr(functional.ScalingType, of_b),
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+    def by_deep_gemm(x: Inputs) -> Tensor:
+        deep_gemm().fp8_gemm_nt((x.a, x.padded_scale_a), (x.b.t(), x.scale_b), x.out)
+        return x.out
 
     found: dict[str, Callable[[Inputs], Tensor]] = {"scaled_mm": lambda x: scaled_mm(x, fast=False)}
     if sums == "fast":
         found["scaled_mm_fast"] = lambda x: scaled_mm(x, fast=True)
-    try:
-        deep_gemm = import_module("deep_gemm") if scales == "blocks" else None
-    except ImportError:
-        deep_gemm = None
-    if deep_gemm is not None:
-
-        def by_deep_gemm(x: Inputs) -> Tensor:
-            deep_gemm.fp8_gemm_nt((x.a, x.scale_a), (x.b.t(), x.scale_b), x.out)
-            return x.out
-
+    if scales.startswith("blocks"):
+        found["recipes"] = with_recipes
+    if scales == "blocks":
         found["deep_gemm"] = by_deep_gemm
     return found
+
+
+@lru_cache(maxsize=1)
+def deep_gemm() -> Any:
+    """Return the module.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed, or does not load.
+    """
+    return import_module("deep_gemm")
+
+
+def prepare_deep_gemm(problems: Sequence[tuple[int, int, int]]) -> None:
+    """Have several processes make DeepGEMM's first calls, each of which compiles a kernel to its folder."""
+    try:
+        deep_gemm()
+    except ImportError as reason:
+        print(f"without DeepGEMM: {reason}")
+        return
+    count = min(_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for problem, failed in zip(problems, pool.map(call_deep_gemm, problems), strict=True):
+            if failed is not None:
+                print(f"DeepGEMM at {problem}: {failed}")
+
+
+def call_deep_gemm(problem: tuple[int, int, int]) -> str | None:
+    """Call DeepGEMM once, and return why it failed, if it did."""
+    try:
+        peers("blocks", "promoted")["deep_gemm"](draw("blocks", *problem))
+        torch.cuda.synchronize()
+    except (RuntimeError, AssertionError) as reason:
+        return first_line(reason)
+    return None
+
+
+def first_line(reason: BaseException) -> str:
+    """Return the beginning of an error's message."""
+    return str(reason).partition("\n")[0][:200]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -184,8 +257,11 @@ def run_case(scales: str, sums: Math, m: int, n: int, k: int, names: list[str]) 
             continue
         try:
             errors[name] = error(function(first)[rows], wanted)
-        except (RuntimeError, ValueError, NotImplementedError, AssertionError, AttributeError) as reason:
-            absent[name] = str(reason).partition("\n")[0][:200]
+        except (RuntimeError, ValueError, ImportError, AssertionError, AttributeError) as reason:
+            absent[name] = first_line(reason)
+            continue
+        if not errors[name] <= _WRONG:
+            absent[name] = f"its result is wrong: an error of {errors[name]:.2g}"
             continue
         variants[name] = lambda index, f=function: f(sets[index % len(sets)])
     alike = errors.get("scaled_mm_fast" if sums == "fast" else "scaled_mm", 0.01)
@@ -242,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scales", nargs="+", default=list(SCALES), choices=SCALES)
     parser.add_argument("--sums", nargs="+", default=list(SUMS), choices=SUMS)
-    parser.add_argument("--peers", nargs="+", default=["scaled_mm", "scaled_mm_fast", "deep_gemm"])
+    parser.add_argument("--peers", nargs="+", default=["scaled_mm", "scaled_mm_fast", "recipes", "deep_gemm"])
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
@@ -255,6 +331,9 @@ def main() -> None:
     every = [(*way, problem) for way, problem in product(ways, problems(args.rows))]
     cases = [case for case in every if (*case[:2], *case[2]) not in done]
     build_ahead(cases)
+    blocks = [problem for scales, _, problem in cases if scales == "blocks"]
+    if blocks and "deep_gemm" in args.peers:
+        prepare_deep_gemm(blocks)
     for scales, sums, (m, n, k) in cases:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {scales} {sums} {m}x{n}x{k}")

@@ -11,6 +11,8 @@ for each 1x128. All add products up in the Tensor Cores alone, as calls do whose
 - "gemm": this library's FP8 GEMM of the same M, 2 N and K, with D in BF16: what the multiplication alone takes.
 - "separate": this library's SwiGLU in BF16, then its kernel that quantises a tensor.
 - "scaled_mm": torch._scaled_mm of both weights at once, then SwiGLU and quantisation by torch.compile.
+- with --kernels, as many others of this library's kernels for the same, by their names: the best of each schedule that
+  was not chosen, then the next ones, as the choice ranks them.
 
 Errors are those of sampled rows over the error of quantising the exact values.
 
@@ -35,8 +37,12 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.choose import policies
+from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import ops, reference, requests
+from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 PARTS = ("gate", "tensor")
@@ -153,7 +159,17 @@ def error(d: Tensor, scale: Tensor, exact: Tensor) -> float:
     return ratio
 
 
-def run_gate(m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
+def further(x: Gate, count: int) -> list[KernelSpec]:
+    """Return other kernels for the same, the best of each schedule first."""
+    device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    signature, problem = harness.asked(ops.op(swiglu), (x.x, x.w[: x.n].t(), *x.inputs().values()), device)
+    chosen, *others = [each.ordered.config for each in policies.policy(signature, device).every(problem)]
+    best = {c.schedule: c for c in reversed(others)}
+    ranked = dict.fromkeys([*(c for s, c in best.items() if s != chosen.schedule), *others])
+    return [device.spec(signature, config) for config in list(ranked)[:count]]
+
+
+def run_gate(m: int, n: int, k: int, peers: list[str], kernels: int) -> dict[str, Any]:
     """Check and time one problem."""
     problem = Problem(m, 2 * n, k)
     sets = [Gate(m, n, k) for _ in range(rotation(problem.bytes(1, 1, 2)))]
@@ -169,20 +185,32 @@ def run_gate(m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
         "separate": lambda i: sets[i % len(sets)].separate(),
         "scaled_mm": lambda i: sets[i % len(sets)].scaled_mm(then),
     }
+    for spec in further(first, kernels):
+        kernel, name = co.build(spec), spec.config.slug
+        found = kernel(first.x, first.w[:n].t(), **first.inputs(), out=first.out)
+        error(found.d[rows], found.d_scale[rows], first.exact(rows))
+
+        def other(index: int, kernel: Any = kernel) -> object:
+            x = sets[index % len(sets)]
+            return kernel(x.x, x.w[:n].t(), **x.inputs(), out=x.out)
+
+        known[name] = other
+    timed = {name: run for name, run in known.items() if name not in PEERS or name in peers}
     decision = ops.op(swiglu).plan(first.x, first.w[:n].t(), **first.inputs())
     return {
         "part": "gate", "m": m, "n": n, "k": k,
         "error": round(ratio, 4),
         "kernel": decision.spec.config.slug,
-        **harness.compare({name: known[name] for name in ("ours", *peers)}, expected_us(problem, 1)),
+        **harness.compare(timed, expected_us(problem, 1)),
     }  # fmt: skip
 
 
-def build_ahead(gates: Iterable[Sequence[int]]) -> None:
+def build_ahead(gates: Iterable[Sequence[int]], kernels: int) -> None:
     """Compile what the gates need, as many kernels at a time as there are processors."""
-    calls = []
+    calls, others = [], {}
     for gate in gates:
         x = Gate(*gate, "meta")
+        others |= dict.fromkeys(further(x, kernels))
         of_gate = requests.requested(co.scaled_gemm, x.x, x.w.t(), x.scale_x, x.scale_w, math="fast")
         calls.append((of_gate.op, of_gate.arguments))
         calls += [
@@ -190,6 +218,7 @@ def build_ahead(gates: Iterable[Sequence[int]]) -> None:
             for op in (ops.op(swiglu), ops.op(swiglu_alone).in_math("fast"))
         ]
     harness.build_ahead(calls)
+    build_many(list(others))
 
 
 def run_tensor(m: int, n: int, dtype: str, block: int | None) -> dict[str, Any]:
@@ -269,6 +298,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants of a gate to leave out")
+    parser.add_argument("--kernels", type=int, default=0, help="how many other kernels of a gate to time as well")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
@@ -279,12 +309,12 @@ def main() -> None:
     peers = [name for name in PEERS if name not in args.skip]
     with torch.no_grad():
         left = [case for case in cases(args.parts, args.rows) if case not in done]
-        build_ahead(of for part, *of in left if part == "gate")
+        build_ahead((of for part, *of in left if part == "gate"), args.kernels)
         for part, *of in left:
             if time.monotonic() - begin > args.limit:
                 print(f"stopped at the limit before {part} {of}")
                 break
-            rows.append(run_gate(*of, peers) if part == "gate" else run_tensor(*of))
+            rows.append(run_gate(*of, peers, args.kernels) if part == "gate" else run_tensor(*of))
             print(rows[-1], flush=True)
             harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
     print(summary(rows))

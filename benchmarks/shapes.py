@@ -196,9 +196,13 @@ FEW: tuple[Shape, ...] = tuple(
 FEW_GRID: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in FEW_ROWS)
 FEW_GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in FEW_ROWS)
 # Rows from a single token to a long prefill, on the weights of an 8B model, and squares.
-FP8: tuple[Shape, ...] = (
-    *((m, n, k) for n, k in WEIGHTS for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
-    *((x, x, x) for x in (512, *SQUARES)),
+FP8: tuple[Shape, ...] = tuple(
+    dict.fromkeys(
+        [
+            *((m, n, k) for n, k in WEIGHTS for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+            *((x, x, x) for x in (512, *SQUARES)),
+        ]
+    )
 )
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,

@@ -2,14 +2,18 @@
 
     python benchmarks/tune_tables.py --op gemm_bias_relu --dtypes bf16 --folder cutlass_ops/tuned
     python benchmarks/tune_tables.py --op scaled --math fast --dtypes e4m3 --shapes fp8 --folder cutlass_ops/tuned
+    python benchmarks/tune_tables.py --op scaled_blocks --dtypes e4m3 --shapes fp8 --folder /tmp/tuned --plan H200
 
-A stopped run continues where it ended.
+A stopped run continues where it ended, and --seconds stops one. --plan needs no GPU: it prints the kernels that a run
+on such a one would compile and race. With several GPUs, give each an op of its own (CUDA_VISIBLE_DEVICES), and each
+process its part of the processors (CUTLASS_OPS_JOBS).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import shapes
@@ -18,11 +22,15 @@ import torch
 from cutlass_ops.base import mma
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import Config, config_from_json
+from cutlass_ops.declare.gpus import gpu_named
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import named, norms, ops
 from cutlass_ops.run.scaled import scaled_op
+from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.tuning import Effort, tune
 
 _SETS = (
@@ -55,6 +63,7 @@ def main() -> None:
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
         "scaled": scaled_op(False, False, None),
         "scaled_rows": scaled_op(True, True, None),
+        "scaled_blocks": scaled_op(False, False, None, True),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(ops_by_name), default="gemm_bias_relu")
@@ -77,6 +86,7 @@ def main() -> None:
     parser.add_argument("--gemv", action="store_true", help="only GEMV kernels, and the best others at few rows")
     parser.add_argument("--problems", nargs="+", help="only these shapes, such as 4096x4096x14336")
     parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
+    parser.add_argument("--plan", metavar="GPU", help="only print what a run on a GPU of this name would do")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     op = ops_by_name[args.op]
@@ -100,8 +110,12 @@ def main() -> None:
         inputs = dict.fromkeys(op.names, "f32")
     else:
         inputs = _SUMS if args.op.endswith("_sums") else None
+    op = op if args.math is None else op.in_math(args.math)
+    if args.plan:
+        _show_plan(op, wanted, args.dtypes, args.majors, args.plan, effort, inputs)
+        return
     report = tune(
-        op if args.math is None else op.in_math(args.math), wanted,
+        op, wanted,
         dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
         input_dtypes=inputs, folder=args.folder.absolute(), again=args.again,
         show=print,
@@ -109,6 +123,30 @@ def main() -> None:
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
     for name, why in report.failed.items():
         print(f"failed: {name}: {why}")
+
+
+def _show_plan(
+    op: ops.Op,
+    wanted: tuple[shapes.Shape, ...],
+    dtypes: list[str],
+    majors: list[Major],
+    gpu: str,
+    effort: Effort,
+    inputs: Mapping[str, str] | None,
+) -> None:
+    """Print what would be compiled and raced for each signature, if nothing were known of it."""
+    device, problems = gpu_named(gpu), {}
+    for dtype in dtypes:
+        for problem in map(Problem.of, wanted):
+            signature = tuning.signature_at(op.graph, problem, dtype, *majors, None, device, inputs, math=op.math)
+            problems.setdefault(signature, []).append(problem)
+    for signature, each in problems.items():
+        planned = tuning.plan({signature: each}, device, effort)
+        raced = [len(task.entrants) for task in planned]
+        kernels = {entrant.config for task in planned for entrant in task.entrants}
+        for task in planned:
+            print(f"{task.problem}: {' '.join(map(str, task.entrants))}")
+        print(f"{signature.a} {signature.b}: {len(kernels)} kernels for {len(each)} problems, {sum(raced)} entrants")
 
 
 def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:

@@ -28,7 +28,7 @@ class Target(NamedTuple):
     shared_memory : int
         Maximum shared memory of one thread block, in bytes.
     shared_memory_per_sm : int
-        Shared memory of one SM, in bytes. Each resident block takes 1 KiB more than it requests.
+        Shared memory of one SM, in bytes. Each resident block takes RESERVED_SHARED_MEMORY more than it requests.
     blocks_per_sm, threads_per_sm : int
         Maximum number of thread blocks and threads resident on one SM.
     wgmma : bool
@@ -61,6 +61,7 @@ TARGETS: dict[str, Target] = {
 }
 
 MAX_THREADS = 1024
+RESERVED_SHARED_MEMORY = KIB  # of each resident block, beyond what it asks for
 MAX_GRID_Y = 65535
 REGISTERS_PER_SM = 64 * KIB
 MAX_REGISTERS_PER_THREAD = 255

@@ -339,6 +339,10 @@ class Sm90Config(KernelConfig):
         ``"persistent"`` or ``"stream_k"``.
     stages : int or None
         Shared-memory pipeline stages; None means as many as fit.
+    resident : int
+        Thread blocks for which a multiprocessor has room at the same time. With 2, each has half of the shared memory,
+        and so half of the stages. For a matrix that is read once, by more tiles than there are multiprocessors: none
+        then begins only when another has ended. A persistent kernel has one block on each multiprocessor anyway.
     swap_ab : bool
         Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
     split_k : int
@@ -379,6 +383,7 @@ class Sm90Config(KernelConfig):
     means: Means = "gathered"
     realign: bool = False
     accumulation: Accumulation = "fast"
+    resident: int = 1
 
     arch: ClassVar[str] = "sm90"
     default_target: ClassVar[str] = "sm_90a"
@@ -461,6 +466,7 @@ class Sm90Config(KernelConfig):
         tail = split + ("_swap" if self.swap_ab else "") + ("" if self.means == "gathered" else f"_{self.means}")
         tail += ("_realign" if self.realign else "") + ("_promoted" if self.accumulation == "promoted" else "")
         stages = "" if self.stages is None else f"_s{self.stages}"
+        stages += "" if self.resident == 1 else f"_x{self.resident}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from cutlass_ops.base.dtypes import FP8, f64, i8, i32
 from cutlass_ops.base.mma import MmaSpec, mma_of
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue import doubles, integers
+from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
@@ -56,6 +58,20 @@ def in_16_bits(mma: MmaSpec) -> bool:
 def takes_means(mma: MmaSpec) -> bool:
     """Return whether kernels can take means of A's rows (``row_sums.h``)."""
     return mma.bits == 16
+
+
+def quantizes_apart(epilogue: Graph, form: Form) -> bool:
+    """Return whether D is quantised and each warp can store its own rows (``QuantizedByWarps`` in ``quantized.h``).
+
+    That is so where nothing that the epilogue reads or adds up comes from other warpgroups.
+    """
+    return (
+        epilogue.quantized is not None
+        and form == DENSE
+        and not epilogue.gathered
+        and not any(i.kind is Kind.TILE for i in epilogue.inputs)
+        and all(output.reduction is None for output in epilogue.outputs)
+    )
 
 
 def whole_lines(spec: KernelSpec) -> bool:

@@ -308,6 +308,7 @@ def call_at(
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
     form: Form = DENSE,
+    math: mma.Math | None = None,
 ) -> Call:
     """Return a call with contiguous tensors of these extents, without data.
 
@@ -328,6 +329,8 @@ def call_at(
     form : Form
         How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared. Of
         groups, each has M rows, or all of K.
+    math : str, optional
+        How it multiplies, if `dtype` does not say it: how sums of FP8 products are added up.
 
     Raises
     ------
@@ -379,7 +382,7 @@ def call_at(
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     offsets = torch.empty((problem.count,), dtype=torch.int32, device="meta") if form.operands else None
     operands_of_call = empty(m, k, a), empty(k, n, b, lead=of_b)
-    math = mma.math_of(element)
+    math = math or mma.math_of(element)
     return check_call(graph, *operands_of_call, inputs, None, out_dtype, offsets=offsets, math=math, form=form)
 
 

@@ -25,7 +25,7 @@ from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env, writable
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
-from cutlass_ops.base.mma import OPERANDS
+from cutlass_ops.base.mma import OPERANDS, Math
 from cutlass_ops.base.progress import progress
 from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
@@ -87,7 +87,7 @@ class Effort:
     refine : bool
         Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
-        Time after which no further problem is begun.
+        Time after which no further problem is begun, and no kernel waited for.
     pool : tuple of Config
         The only kernels to choose among, if there are any; else the model seeks them in the whole space.
     within : float
@@ -368,8 +368,7 @@ def run(
         jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
         report.left = len(jobs)
         try:
-            while jobs and time.monotonic() - began < effort.seconds:
-                job = _next(jobs)
+            while (job := _next(jobs, effort.seconds - (time.monotonic() - began))) is not None:
                 jobs.remove(job)
                 report.left = len(jobs)
                 point = _attempt(job, measure, report)
@@ -427,11 +426,19 @@ class _Job:
         return all(build.done() for build in self.builds)
 
 
-def _next(jobs: Sequence[_Job]) -> _Job:
-    """Return a job whose kernels are all there, waiting for the first if there is none."""
-    while (ready := next((job for job in jobs if job.ready), None)) is None:
-        wait([build for build in jobs[0].builds if not build.done()], return_when=FIRST_COMPLETED)
-    return ready
+def _next(jobs: Sequence[_Job], seconds: float) -> _Job | None:
+    """Return a job whose kernels are all there, waiting for the first if there is none.
+
+    None if no job is left, or time is up before one is ready.
+    """
+    until = time.monotonic() + seconds
+    while jobs and (left := until - time.monotonic()) > 0:
+        ready = next((job for job in jobs if job.ready), None)
+        if ready is not None:
+            return ready
+        waiting = [build for build in jobs[0].builds if not build.done()]
+        wait(waiting, timeout=None if math.isinf(left) else left, return_when=FIRST_COMPLETED)
+    return None
 
 
 def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
@@ -593,7 +600,9 @@ def tune(
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
             name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
-            signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes, form)
+            signature = signature_at(
+                graph, problem, name, a, b, out_dtype, place.device, input_dtypes, form, math=asked.math
+            )
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
@@ -647,9 +656,11 @@ def signature_at(
     device: Device,
     input_dtypes: Mapping[str, str] | None = None,
     form: Form = DENSE,
+    *,
+    math: Math | None = None,
 ) -> OpSignature:
     """Return the signature of a call with contiguous tensors of these extents; see :func:`call_at`."""
-    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes, form), device)
+    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes, form, math), device)
 
 
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:

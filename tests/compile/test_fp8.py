@@ -49,6 +49,28 @@ def test_a_kernel_promotes_its_sums():
     assert report.spill_stores == report.spill_loads == 0
 
 
+# The most accumulators that two blocks on a multiprocessor may have: 64 registers a thread.
+RESIDENT = {
+    "fast": ("e4m3", (128, 64, 128), {"swap_ab": True}),
+    "promoted": ("e4m3", (128, 32, 128), {"swap_ab": True, "accumulation": "promoted"}),
+    "16_bits": ("bf16", (64, 128, 64), {}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tile", "config"), RESIDENT.values(), ids=RESIDENT)
+def test_two_blocks_have_room_on_a_multiprocessor(dtype, tile, config):
+    made = co.Sm90Config(co.ThreadblockShape(*tile), schedule="warp_specialized", resident=2, **config)
+    inputs = {"scale_a": "f32", "scale_b": "f32", "bias": "f32"}
+    wanted = co.KernelSpec(
+        a=f"{dtype}.row", b=f"{dtype}.col", d="bf16.row", epilogue=scaled, inputs=inputs, config=made
+    )
+    report = inspect(build_artifact(wanted))
+    assert report.blocks_per_sm == 2
+    assert report.stages >= 3
+    assert report.spill_stores == report.spill_loads == 0
+    assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
 # Few scales of columns are kept in registers. More are read after the products, out of a stage that is released later.
 BLOCKS = {
     "kept": ("128x128", (128, 128), (1, 1), {"schedule": "cooperative"}),

@@ -257,6 +257,7 @@ def draw_sm90(rng):
         stages=rng.choice((None, None, None, 2, 3, 4, 5)),
         swap_ab=rng.random() < 0.5,
         means=rng.choice(("gathered",) * 8 + ("beside", "ahead")),
+        resident=rng.choice((1, 1, 1, 2)),
     )
     if rng.random() < 0.8:
         return config
@@ -329,7 +330,7 @@ def traits(spec):
         width = gcd(tile.n, 64)  # in elements, of the columns in which lines along N lie
         found += [("rows", (c.schedule, tile.m)), ("columns", (width, tile.n // width % 2, tile.n == width))]
         found += [("k", tile.k), ("cluster", c.cluster), ("swap", c.swap_ab), ("means", c.means)]
-        found.append(("parts", (c.scheduler, c.split_k)))
+        found.append(("parts", (c.scheduler, c.split_k, c.resident)))
     else:
         found += [("config", c)]
     return found

@@ -176,6 +176,7 @@ def configurations() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
         co.Sm90Config(shape(128, 64, 64), schedule="warp_specialized", split_k=8),
         co.Sm90Config(shape(256, 96, 64), schedule="cooperative", split_k=2, swap_ab=True),
+        co.Sm90Config(shape(128, 16, 128), schedule="warp_specialized", swap_ab=True, resident=2),
         # Sides that 16 does not divide, parts of the epilogue of 8 columns, and warpgroups side by side.
         co.Sm90Config(shape(128, 104, 64), schedule="pingpong", swap_ab=True),
         co.Sm90Config(shape(64, 72, 64), cluster(4, 1), schedule="warp_specialized", swap_ab=True),

@@ -95,6 +95,7 @@ def _of_wgmma() -> dict[str, KernelSpec]:
                 "cooperative": (elementwise, config(256, 128, 128, size, 2, 1, schedule="cooperative")),
                 "side_by_side": (bias_relu, config(192, 128, 128, size, schedule="cooperative")),
                 "narrow": (plain, config(64, 48, 128, size, schedule="warp_specialized", swap_ab=True)),
+                "resident": (plain, config(128, 16, 256, size, schedule="warp_specialized", swap_ab=True, resident=2)),
             }
         if dtype == "tf32":
             kernels |= {

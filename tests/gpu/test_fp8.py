@@ -114,6 +114,22 @@ def test_no_flag_of_ptxas_is_left_that_gives_a_register_its_former_value():
     assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("sums", ["fast", "promoted"])
+@pytest.mark.parametrize(("m", "n_of_tile", "k_of_tile"), [(1, 8, 256), (16, 16, 256), (27, 32, 128)])
+def test_two_blocks_share_a_multiprocessor(m, n_of_tile, k_of_tile, sums):
+    n, k = 36000, 1040  # more tiles than two for each multiprocessor, none of which is whole at the end
+    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
+    op = scaled_op(True, True, None)
+    inputs = {"scale_a": scale_x, "scale_b": scale_w}
+    call = check_call(op.graph, x, w.t(), inputs, None, None, math=sums)
+    device = device_of(x.device)
+    tile = co.ThreadblockShape(128, n_of_tile, 128 if sums == "promoted" else k_of_tile)
+    config = co.Sm90Config(tile, schedule="warp_specialized", swap_ab=True, accumulation=sums, resident=2)
+    found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
+    wanted = (x.double() * scale_x.double()[:, None]) @ (w.double() * scale_w.double()[:, None]).t()
+    assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])
 def test_scales_that_are_not_usual(scale):
     (x, _), (w, _) = draw(48, 512, E4M3), draw(64, 512, E4M3)

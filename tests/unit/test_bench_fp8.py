@@ -55,3 +55,46 @@ def test_rows_without_a_peer_do_not_count():
     assert BENCH.summary(rows) == {
         "blocks, promoted": {"geomean": 1.0, "worst": 0.5, "worst_shape": [4, 2, 3], "losses": 1, "shapes": 2}
     }
+
+
+@pytest.mark.parametrize("scales", ["blocks", "blocks_1d"])
+@pytest.mark.parametrize("m", [1, 3, 64, 200])
+def test_peers_get_scales_of_blocks_as_they_read_them(scales, m):
+    x = BENCH.draw(scales, m, 256, 1024, "meta")
+    for name in ("scaled_mm", "recipes"):  # PyTorch checks the layout on "meta" too
+        assert BENCH.peers(scales, "promoted")[name](x).shape == (m, 256)
+    # DeepGEMM copies scales first that lie otherwise: get_mn_major_tma_aligned_tensor.
+    assert x.padded_scale_a.shape == x.scale_a.shape == (m, 8)
+    assert x.padded_scale_a.stride() == (1, -(-m // 4) * 4)
+
+
+@pytest.mark.parametrize(("multiple", "stride"), [(1, 7), (4, 8)])
+def test_scales_by_columns_are_the_same(multiple, stride):
+    scale = torch.randn(7, 5)
+    found = BENCH.by_columns(scale, multiple)
+    assert torch.equal(found, scale)
+    assert found.stride() == (1, stride)
+
+
+def test_deep_gemm_is_called_in_place_or_said_to_be_missing(monkeypatch, capsys):
+    seen = []
+
+    class DeepGemm:
+        @staticmethod
+        def fp8_gemm_nt(a, b, d):
+            seen.append((a[0].shape, a[1].stride(), b[0].shape, b[1].shape))
+            d.copy_(a[0].float() @ b[0].float().t())
+
+    x = BENCH.draw("blocks", 6, 256, 1024, "cpu")
+    peer = BENCH.peers("blocks", "promoted")["deep_gemm"]
+    monkeypatch.setattr(BENCH, "deep_gemm", lambda: DeepGemm)
+    assert peer(x) is x.out
+    assert seen == [((6, 1024), (1, 8), (256, 1024), (2, 8))]
+    assert "deep_gemm" not in BENCH.peers("blocks_1d", "promoted")
+
+    def missing():
+        raise ImportError("no module named deep_gemm")
+
+    monkeypatch.setattr(BENCH, "deep_gemm", missing)
+    BENCH.prepare_deep_gemm([(1, 256, 1024)])
+    assert capsys.readouterr().out == "without DeepGEMM: no module named deep_gemm\n"

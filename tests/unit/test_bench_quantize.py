@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.declare.chips import CHIPS
 from tests.scripts import script
 
 BENCH = script("bench_quantize")
@@ -20,6 +21,22 @@ def test_all_variants_of_a_gate_compute_the_same():
     assert (back - exact).norm() <= 0.04 * exact.norm()
     again = case.separate()
     assert (again.d[rows].double() * scale[rows].repeat_interleave(128, 1) - exact).norm() <= 0.04 * exact.norm()
+
+
+@pytest.mark.parametrize("m", [256, 4096])
+def test_other_kernels_are_of_each_schedule(m, monkeypatch):
+    monkeypatch.setattr(BENCH, "device_of", lambda _: CHIPS["NVIDIA H200"].device)
+    monkeypatch.setattr(BENCH.torch.cuda, "current_device", lambda: 0)
+    x = BENCH.Gate(m, 14336, 4096, "meta")
+    found = BENCH.further(x, 3)
+    assert len(set(found)) == 3
+    device = CHIPS["NVIDIA H200"].device
+    signature, problem = BENCH.harness.asked(
+        BENCH.ops.op(BENCH.swiglu), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
+    )
+    best = BENCH.policies.policy(signature, device).every(problem)[0].config
+    assert found[0].config.schedule != best.schedule
+    assert best not in {spec.config for spec in found}
 
 
 def test_a_wrong_scale_shows():

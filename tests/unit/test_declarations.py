@@ -59,6 +59,7 @@ SM90 = st.builds(
     stages=st.none() | st.integers(0, 12),
     swap_ab=st.booleans(),
     split_k=st.sampled_from((1, 2, 4)),
+    resident=st.sampled_from((1, 2)),
     means=st.sampled_from(get_args(Means)),
 )
 CONFIGS = SM80 | SM90
@@ -534,6 +535,7 @@ WRONG_FIELDS = [
     (lambda **f: Sm90Config(TILE, **f), "means", ["before", True, None]),
     (lambda **f: Sm90Config(TILE, **f), "realign", [0, None]),
     (lambda **f: Sm90Config(TILE, **f), "accumulation", ["slow", True, None]),
+    (lambda **f: Sm90Config(TILE, **f), "resident", ["2", True, None]),
     (TileOrder, "raster", ["along_k", None]),
     (TileOrder, "swizzle", ["2", 2.0, True, 3, 16, 0]),
     (TileOrder, "by_gpc", [1, None]),

@@ -457,3 +457,45 @@ def test_shared_memory_holds_what_reductions_keep_together(ways, size):
     (group,) = serving.reduced_together(spec)
     assert [o.name for o in group] == names
     assert footprint._kept(group).size == size
+
+
+@co.epilogue
+def quantised_gate(acc, up: co.Product, scale: co.Col, by: co.Row):
+    return co.e.quantize(co.e.silu(acc * scale) * up * by, "e4m3")
+
+
+@co.epilogue
+def quantised_and_read(acc, residual: co.Tile):
+    return co.e.quantize(co.e.silu(acc) + residual, "e4m3")
+
+
+@co.epilogue
+def quantised_and_reduced(acc):
+    y = co.e.gelu(acc, approximate="tanh")
+    return {"d": co.e.quantize(y, "e4m3"), "amax": co.e.amax(y, dim=1)}
+
+
+@co.epilogue
+def quantised_alone(acc):
+    return co.e.quantize(co.e.relu(acc), "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "a", "tile", "schedule", "by_warps"),
+    [
+        (quantised_gate, "e4m3", (128, 256, 128), "cooperative", True),
+        (quantised_gate, "e4m3", (64, 256, 128), "pingpong", True),
+        (quantised_gate, "bf16", (128, 256, 64), "cooperative", True),
+        (quantised_and_read, "e4m3", (128, 128, 128), "cooperative", False),
+        (quantised_and_reduced, "e4m3", (128, 128, 128), "cooperative", False),
+        (quantised_alone, "e4m3", (192, 256, 128), "cooperative", False),  # warpgroups side by side
+    ],
+)
+def test_warps_that_quantise_wait_for_no_others(epilogue, a, tile, schedule, by_warps):
+    config = co.Sm90Config(co.ThreadblockShape(*tile), schedule=schedule)
+    source = co.source(co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d="e4m3.row", epilogue=epilogue, config=config))
+    assert ("cutlass_ops::QuantizedByWarps>" in source) == by_warps
+    assert ("cutlass_ops::Quantized>" in source) != by_warps
+    if epilogue is quantised_gate:  # each of two warpgroups has its own copy
+        copies = ", 2" if schedule == "cooperative" else ""
+        assert f"cutlass_ops::RowInput<OutputShape, EpilogueTile, Element_by{copies}>" in source

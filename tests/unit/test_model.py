@@ -140,6 +140,21 @@ def test_no_time_is_below_what_memory_and_tensor_cores_allow(m, n, k):
         assert time >= 2 * m * n * k / 989e6  # peak of an H100, in FLOP a microsecond
 
 
+def test_two_blocks_on_a_multiprocessor_take_turns_in_one_wave():
+    alone = Sm90Config(ThreadblockShape(128, 16, 128), schedule="warp_specialized", swap_ab=True)
+    problems = [Problem(16, 28672, 4096), Problem(16, 4096, 4096)]
+    waves, beside = (
+        getattr(model.grid(model.Batch.of([alone, replace(alone, resident=2)]), problems, model.H100), name).tolist()
+        for name in ("waves", "beside")
+    )
+    assert waves == [[2, 1], [1, 1]]  # 224 tiles, and 32, on 132 multiprocessors
+    assert beside == [[1, 2], [1, 1]]
+    few, many = (times.tolist() for times in model.times(model.Batch.of([alone, replace(alone, resident=2)]), problems))
+    # Only the epilogue between the waves is saved: what multiplies and loads is the same.
+    assert 0.95 * few[0] < few[1] < few[0]
+    assert many[0] == many[1]
+
+
 def taken(configs, problems):
     """Return by how much the model has kernels later for means of A's rows."""
     batch = model.Batch.of(configs)

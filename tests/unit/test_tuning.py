@@ -24,7 +24,7 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run import norms
+from cutlass_ops.run import norms, scaled
 from cutlass_ops.run.call import check_call, signature_of
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.measuring import Outcome
@@ -315,6 +315,16 @@ def test_time_is_up(place, chip):
     assert (report.measured, report.left) == (0, 5)
 
 
+def test_time_is_up_while_kernels_are_compiled(place, monkeypatch):
+    @contextmanager
+    def building(specs, *, executor):
+        yield {spec: Future() for spec in specs}  # never done
+
+    monkeypatch.setattr(tuning, "building", building)
+    report = run(tasks(), place, Effort(seconds=0.05), measure=lambda *_: pytest.fail("nothing can be measured"))
+    assert (report.measured, report.left) == (0, 5)
+
+
 def test_a_kernel_that_cannot_be_compiled_or_is_wrong_leaves_the_others(place, chip):
     planned = tasks()
     kernels, task = next((k, t) for t in planned if len(k := list(dict.fromkeys(e.config for e in t.entrants))) >= 4)
@@ -381,6 +391,21 @@ def test_a_signature_is_that_of_a_call(dtype):
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
     assert Sm90Config in {type(c) for c in policies.policy(found, H100).kernels}
+
+
+@pytest.mark.parametrize("math", ["fast", "promoted", None])
+def test_an_op_is_tuned_in_the_arithmetic_that_it_names(math, chip, tmp_path, monkeypatch):
+    """Of FP8 sums: they are promoted at this K, if nobody says."""
+    monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext())
+    a_device(monkeypatch)
+    op = scaled.scaled_op() if math is None else scaled.scaled_op().in_math(math)
+    options = {"input_dtypes": dict.fromkeys(op.names, "f32"), "effort": Effort(seconds=0), "folder": tmp_path}
+    (found,) = tuning.tune(op, [(64, 512, 4096)], dtypes="e4m3", **options).tables
+    a, w = (torch.empty(rows, 4096, dtype=torch.float8_e4m3fn) for rows in (64, 512))
+    scales = {name: torch.empty(()) for name in op.names}
+    call = check_call(op.graph, a, w.t(), scales, None, None, math=math)
+    assert found == signature_of(call, H100)
+    assert found.promoted == (math != "fast")
 
 
 def test_inputs_may_have_dtypes_of_their_own():

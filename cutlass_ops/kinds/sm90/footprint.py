@@ -21,7 +21,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
-from cutlass_ops.kinds.serving import plain_epilogue, reduced_together, source, source_name
+from cutlass_ops.kinds.serving import plain_epilogue, quantizes_apart, reduced_together, source, source_name
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
@@ -76,6 +76,16 @@ def means_smem(spec: KernelSpec) -> int:
     return round_up(count * f32.bytes, _MEANS_ALIGNMENT)
 
 
+def quantized_by_warps(spec: KernelSpec) -> bool:
+    """Return whether D is quantised and each warp stores its own rows, of which it then has all columns."""
+    return quantizes_apart(spec.epilogue, spec.form) and not _sm90(spec).side_by_side
+
+
+def row_copies(spec: KernelSpec) -> int:
+    """Return how many copies of a value for each column are in shared memory: one for each warpgroup on its own."""
+    return 2 if quantized_by_warps(spec) and _sm90(spec).schedule == "cooperative" else 1
+
+
 def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """Return the (M, N) extents of one epilogue step's part of the CTA tile, in elements.
 
@@ -126,12 +136,18 @@ def pipeline_stages(spec: KernelSpec) -> int:
     config = _sm90(spec)
     if config.stages is not None:
         return config.stages
-    limit = arch.target(spec.target).shared_memory
+    limit = block_memory(spec)
     stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
     most = min(MAX_STAGES, limit // stage)
     means, epilogue = means_smem(spec), _epilogue(spec)
     sizes = ((s, means + _shared_storage(spec, config, s, epilogue)) for s in range(most, 0, -1))
     return next((s for s, size in sizes if size <= limit), 0)
+
+
+def block_memory(spec: KernelSpec) -> int:
+    """Return the shared memory that a thread block may have, in bytes: its part of a multiprocessor's."""
+    target, resident = arch.target(spec.target), _sm90(spec).resident
+    return min(target.shared_memory, target.shared_memory_per_sm // resident - arch.RESERVED_SHARED_MEMORY)
 
 
 def mainloop_smem(spec: KernelSpec, stages: int) -> int:
@@ -235,7 +251,8 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
         if given.kind is Kind.TILE and operand.aligned and given.name != c:
             yield _tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
-            yield Block(round_up(output_tile(spec).n * operand.dtype.bytes, ARRAY_ALIGNMENT))
+            columns = output_tile(spec).n * row_copies(spec)
+            yield Block(round_up(columns * operand.dtype.bytes, ARRAY_ALIGNMENT))
     together = {group[0].name: group for group in reduced_together(spec)} if plain_epilogue(spec) else {}
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
@@ -97,6 +96,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
         "block_scales": bool(spec.epilogue.block_scales),
         "quantized": D_SCALE if spec.epilogue.quantized else "",
+        "by_warps": footprint.quantized_by_warps(spec),
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
@@ -121,7 +121,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         ],
         "is_tree": is_tree,
         "store_d_by_tma": spec.d.aligned,
-        "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.means_smem(spec),
+        "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
         "copies": copies,
@@ -391,7 +391,9 @@ def _vector_load(
 ) -> Node:
     shape = _part_shape(spec)
     if plain:
-        visitor = f"cutlass_ops::{'RowInput' if along_n(spec, kind) else 'ColInput'}<{shape}, EpilogueTile, {element}>"
+        row, groups = along_n(spec, kind), footprint.row_copies(spec)
+        given = f"{shape}, EpilogueTile, {element}" + (f", {groups}" if row and groups > 1 else "")
+        visitor = f"cutlass_ops::{'RowInput' if row else 'ColInput'}<{given}>"
         if spec.form != DENSE:
             return Node(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer)
         return Node(name, visitor, f"{{{pointer}}}")

@@ -29,12 +29,14 @@ from cutlass_ops.kinds.serving import (
     whole_lines,
 )
 from cutlass_ops.kinds.sm90.footprint import (
+    block_memory,
     epilogue_tile,
     gathered_rows,
     gathers,
     mainloop_smem,
     output_tile,
     pipeline_stages,
+    shared_memory,
     split_exchange,
     warpgroup_columns,
 )
@@ -44,6 +46,8 @@ from cutlass_ops.kinds.sm90.footprint import (
 # warp_specialized, they get up to 255. Sixteen more accumulators spill: 700 bytes per thread at 224 for the first two
 # (nvcc 13.0, bf16, bias + ReLU).
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
+# Of two blocks on a multiprocessor, each of 256 threads, a thread has 128 registers.
+_MAX_ACCUMULATORS_OF_TWO = 64
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
 _GATHERED_COLUMNS = 64  # columns of A that eight lanes read at a time (gather.h)
 _GATHERED_ROWS = 64  # more rows take longer to read than to multiply (docs/rmsnorm.md)
@@ -237,6 +241,35 @@ def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         yield Broken(
             f"scheduler is 'stream_k' with schedule {config.schedule!r}, and CUTLASS has it for 'cooperative' only",
             ({"schedule": "cooperative"}, {"scheduler": "persistent"}),
+        )
+
+
+def _resident(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if config.resident == 1:
+        return
+    what, alone = f"resident is {config.resident}", {"resident": 1}
+    if config.schedule != "warp_specialized":
+        yield Broken(
+            f"{what} with schedule {config.schedule!r}, which has one thread block on each multiprocessor",
+            ({"schedule": "warp_specialized"}, alone),
+        )
+    registers = config.threadblock.m * config.threadblock.n // arch.WARPGROUP
+    registers *= 1 if config.accumulation == "fast" else 2
+    if registers > _MAX_ACCUMULATORS_OF_TWO:
+        yield Broken(
+            f"{what} and threadblock {config.threadblock} takes {registers} accumulator registers a thread, of which "
+            f"as many blocks have room for {_MAX_ACCUMULATORS_OF_TWO}",
+            (alone,),
+            "use a smaller threadblock",
+        )
+    stages = pipeline_stages(spec)
+    needed, there = shared_memory(spec, config, max(2, stages)), block_memory(spec)
+    if needed > there:
+        yield Broken(
+            f"{what}: a thread block takes {needed} bytes of shared memory, and has {there} as its part of a "
+            "multiprocessor's",
+            ({"stages": None}, alone),
+            "use a smaller threadblock",
         )
 
 
@@ -548,6 +581,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("accumulators", "policy", _accumulators),
     Rule("accumulation", "policy", _accumulation),
     Rule("scheduler", "compiler", _scheduler),
+    Rule("resident", "policy", _resident),
     Rule("batched", "policy", _batched),
     Rule("grouped", "policy", _grouped),
     Rule("ragged_k", "policy", _ragged_k),

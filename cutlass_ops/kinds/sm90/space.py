@@ -8,7 +8,7 @@ from itertools import product
 from typing import get_args
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import i8
+from cutlass_ops.base.dtypes import FP8, i8
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import ClusterShape, Means, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
@@ -24,6 +24,8 @@ _TILES_N = range(arch.WGMMA_N_STEP, arch.WGMMA_N_MAX + 1, arch.WGMMA_N_STEP)
 _TILES_K_BYTES = (64, 128, 256, 512)
 _USUAL_K_BYTES = 128
 _STAGE_BYTES = 48 * 1024
+# Of the stages of two blocks on a multiprocessor, so that each has at least three.
+_STAGE_OF_TWO = 37 * 1024
 _SPLITS = (2, 4, 8)
 _SPLIT_CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
@@ -39,19 +41,28 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
 
 
 def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
-    """Return configurations for a signature of which few kernels of other signatures' tables are legal.
+    """Return configurations for a signature that tables of other signatures lack.
 
-    That is one whose D is quantised: a warpgroup then has 128 columns of D, and tables hardly have such tiles for
-    several products. In a pingpong kernel, one warpgroup's long epilogue overlaps with the other's main loop.
+    Where D is quantised, a warpgroup has 128 columns of D, and tables hardly have such tiles for several products. In a
+    pingpong kernel, one warpgroup's long epilogue overlaps with the other's main loop.
+
+    An FP8 weight is read so fast that the pause between two waves of tiles counts: for few rows, all tiles of a large
+    one are there at once where two blocks share a multiprocessor.
     """
     if signature.epilogue.quantized is None:
-        return ()
+        return _FEW_ROWS_OF_FP8 if signature.a.dtype in FP8 and signature.form == DENSE else ()
     n, k = BLOCK_K * (1 + len(signature.epilogue.products)), _USUAL_K_BYTES // signature.a.dtype.bytes
     clusters = [ClusterShape(*each) for each in _CLUSTERS]
     return (
         *(Sm90Config(ThreadblockShape(64, n, k), each, schedule="pingpong") for each in clusters),
         *(Sm90Config(ThreadblockShape(128, n, k), each, schedule="cooperative") for each in clusters),
     )
+
+
+_FEW_ROWS_OF_FP8 = tuple(
+    Sm90Config(ThreadblockShape(128, n, k), schedule="warp_specialized", swap_ab=True, resident=2)
+    for n, k in ((8, 256), (16, 256), (32, 128))
+)
 
 
 def _all(element_bytes: int) -> Iterator[Sm90Config]:
@@ -63,6 +74,8 @@ def _all(element_bytes: int) -> Iterator[Sm90Config]:
                 continue
             config = Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
             yield config
+            if schedule == "warp_specialized" and cluster == (1, 1) and (m + n) * k * element_bytes <= _STAGE_OF_TWO:
+                yield replace(config, resident=2)
             if schedule == "cooperative" and cluster in _SPLIT_CLUSTERS:
                 yield replace(config, scheduler="stream_k")
             if schedule != "pingpong" and cluster == (1, 1):
@@ -83,7 +96,7 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
     if (its.m, its.k) == (mine.m, mine.k) and replace(one, threadblock=replace(its, n=mine.n)) == other:
         return abs(mine.n - its.n) <= 16
     tiles, clusters = zip(one.along_problem, other.along_problem, strict=True)
-    kinds = ((c.schedule, c.scheduler, c.split_k) for c in (one, other))
+    kinds = ((c.schedule, c.scheduler, c.split_k, c.resident) for c in (one, other))
     changes = (its.k != mine.k) + (len(set(kinds)) > 1) + (len(set(clusters)) > 1)
     changes += one.means != other.means
     return len(set(tiles)) == 1 and changes <= 1
@@ -126,7 +139,8 @@ def is_usual(config: Sm90Config, element_bytes: int) -> bool:
     tile = config.threadblock
     if config.accumulation == "promoted":
         return not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
-    wider = (k for k in _TILES_K_BYTES if k > _USUAL_K_BYTES and (tile.m + tile.n) * k <= _STAGE_BYTES)
+    most = _STAGE_BYTES if config.resident == 1 else _STAGE_OF_TWO
+    wider = (k for k in _TILES_K_BYTES if k > _USUAL_K_BYTES and (tile.m + tile.n) * k <= most)
     return tile.k * element_bytes == max(wider, default=_USUAL_K_BYTES) and (
         not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
     )

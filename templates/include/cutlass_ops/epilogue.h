@@ -115,12 +115,13 @@ struct PerRow : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
   }
 };
 
-// One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them.
-template <class Tile, class EpilogueTile, class Element>
+// One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them. Where each of
+// several warpgroups has a place of its own there, none waits for another.
+template <class Tile, class EpilogueTile, class Element, int kGroups = 1>
 struct RowInput : Input<Vector<Element>> {
   static constexpr int kColumns = cute::size<1>(Tile{}), kPart = cute::size<1>(EpilogueTile{});
   struct SharedStorage {
-    alignas(16) Element values[kColumns];
+    alignas(16) Element values[kGroups * kColumns];
   };
 
   CUTLASS_HOST_DEVICE RowInput() {}
@@ -166,9 +167,10 @@ struct RowInput : Input<Vector<Element>> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
     int const tile = cute::get<1>(args.tile_coord_mnkl), extent = cute::get<1>(args.problem_shape_mnkl);
-    int const first = tile * kColumns;
-    return Callbacks(params_->values + first, shared_, extent - first, args.thread_idx, cute::size(args.tiled_mma),
-                     AfterReading<Element>(*params_, tile, kColumns, extent));
+    int const first = tile * kColumns, group = kGroups == 1 ? 0 : args.thread_idx / 128;
+    int const thread = kGroups == 1 ? args.thread_idx : args.thread_idx % 128;
+    return Callbacks(params_->values + first, shared_ + group * kColumns, extent - first, thread,
+                     cute::size(args.tiled_mma) / kGroups, AfterReading<Element>(*params_, tile, kColumns, extent));
   }
 
  private:
@@ -453,9 +455,11 @@ struct Collective {
 
 // What an epilogue needs for scales of D: nothing, if D has none. quantized.h has the other case.
 struct Unscaled {
-  static constexpr bool kAny = false;
-  template <class Parameters>
-  using With = Parameters;
+  static constexpr bool kAny = false, kByWarps = false;
+  template <class Arguments>
+  using With = Arguments;
+  template <class Params>
+  using Kept = Params;
 };
 
 // Whether the kernel waits for the one before it only here, in the epilogue: that one takes means of rows (row_means.h).
@@ -483,14 +487,17 @@ class Epilogue : public Collective::Type {
   using Arguments = typename Scales::template With<typename Base::Arguments>;
   using typename Base::LoadPipeline;
   using typename Base::LoadPipelineState;
-  using Params = typename Scales::template With<typename Base::Params>;
+  using Params = typename Scales::template Kept<typename Base::Params>;
   using typename Base::StorePipeline;
   using typename Base::StorePipelineState;
   using typename Base::TensorStorage;
 
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
-    if constexpr (Scales::kAny) {
+    if constexpr (Scales::kByWarps) {
+      return {{Base::to_underlying_arguments(of_output(problem), arguments, workspace), arguments.scales},
+              const_cast<ElementD_*>(arguments.ptr_D), int64_t(cute::get<0>(arguments.dD)) * int64_t(sizeof(ElementD_))};
+    } else if constexpr (Scales::kAny) {
       return {Base::to_underlying_arguments(of_output(problem), arguments, workspace), arguments.scales};
     } else {
       return Base::to_underlying_arguments(of_output(problem), arguments, workspace);
@@ -522,8 +529,12 @@ class Epilogue : public Collective::Type {
     static_assert(kProducts == 1 || (kSide == 1 && !kHasSource), "products are halves of all columns, and C's place is taken");
     auto const problem = of_output(whole_problem);
     int const side = kSide == 1 ? 0 : thread / 128, own_thread = kSide == 1 ? thread : thread % 128;
-    auto const synchronize = [] {
-      cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
+    auto const synchronize = [&] {
+      if constexpr (Scales::kByWarps) {
+        cutlass::arch::NamedBarrier::sync(128, uint32_t(kMeeting + thread / 128));
+      } else {
+        cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
+      }
     };
     auto const [m_extent, n_extent, k_extent, l_extent] = problem;
     auto const [m, n, k, l] = coord;
@@ -568,6 +579,8 @@ class Epilogue : public Collective::Type {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
     }
+    // Other warps of the group may still read what lies where the epilogue writes: inputs of the tile before, or operands.
+    if constexpr (Scales::kByWarps) synchronize();
     callbacks.begin();
     if (callbacks.begin_sync_needed()) synchronize();
     if constexpr (Scales::kAny) {
@@ -624,23 +637,43 @@ class Epilogue : public Collective::Type {
             inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, column / Scales::kColumns,
                                                             row < int(m_extent) && left > 0);
           }
-          if (issues) tma_store_wait<0>();  // D's memory is free again
-          synchronize();
-          CUTLASS_PRAGMA_UNROLL
-          for (int part = 0; part < kBlock; ++part) {
+          auto const narrow = [&](int part) {
             cutlass::Array<float, kValues> scaled;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kValues; ++i) scaled[i] = values[below][part][i] * inverse[i / 2 % 2];
-            put(cutlass::NumericArrayConverter<ElementD_, float, kValues>{}(scaled), side * kBlock + part);
-          }
-          cutlass::arch::fence_view_async_shared();
-          synchronize();
-          if (issues) {
+            return cutlass::NumericArrayConverter<ElementD_, float, kValues>{}(scaled);
+          };
+          if constexpr (Scales::kByWarps) {
+            static_assert(kPartM * Scales::kColumns == kThreads / 32 * Scales::kRows * Scales::kColumns && kSide == 1);
+            uint32_t words[Scales::kColumns / 8];
             CUTLASS_PRAGMA_UNROLL
             for (int part = 0; part < kBlock; ++part) {
-              copy(params_.tma_store_d, from(_, _, _, side * kBlock + part), to(_, _, _, epi_m, side * kParts + first + part));
+              auto const result = narrow(part);
+              CUTLASS_PRAGMA_UNROLL
+              for (int i = 0; i < kValues / 4; ++i) {
+                words[part * (kValues / 4) + i] = reinterpret_cast<uint32_t const*>(&result)[i];
+              }
             }
-            tma_store_arrive();
+            int const warp = own_thread / 32, row = (int(m) * kPartsM + epi_m) * kPartM + warp * Scales::kRows;
+            int const column = (int(n) * kPartsN + first) * kPartN;
+            uint32_t const shared = cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(storage.collective.smem_D.begin()));
+            Scales::store(words, shared + warp * (Scales::kRows * Scales::kColumns), own_thread % 32,
+                          static_cast<uint8_t*>(params_.d) + row * params_.lines + column, params_.lines,
+                          int(m_extent) - row, left);
+          } else {
+            if (issues) tma_store_wait<0>();  // D's memory is free again
+            synchronize();
+            CUTLASS_PRAGMA_UNROLL
+            for (int part = 0; part < kBlock; ++part) put(narrow(part), side * kBlock + part);
+            cutlass::arch::fence_view_async_shared();
+            synchronize();
+            if (issues) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int part = 0; part < kBlock; ++part) {
+                copy(params_.tma_store_d, from(_, _, _, side * kBlock + part), to(_, _, _, epi_m, side * kParts + first + part));
+              }
+              tma_store_arrive();
+            }
           }
         }
       }
@@ -760,6 +793,9 @@ class Epilogue : public Collective::Type {
                           cute::Step<cute::_1, cute::_2, cute::_3>>{}));
   using SharedC = SharedLayout<typename Base::SmemLayoutAtomC, Policy::StagesC, kColumnMajorC>;
   using SharedD = SharedLayout<typename Base::SmemLayoutAtomD, kReuse ? Policy::StagesC : Policy::StagesD, kColumnMajorD>;
+
+  // Barriers of one warpgroup each: what CUTLASS and the main loop leave to others.
+  static constexpr int kMeeting = 6;
 
   Params const& params_;
   Fusion fusion_;
