@@ -79,6 +79,19 @@ KERNELS = {
         ("DMMA", 2 * 8 * 4),
         r"DMMA\.16x8x4",
     ),
+    # As above, of tiles that several blocks share: two along M, four along N, four along K.
+    "fp64 of few rows": (
+        {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(32, 128, 16),
+            co.WarpShape(32, 32, 16),
+            co.InstructionShape(16, 8, 4),
+            stages=5,
+            stream_k=True,
+        ),
+        ("DMMA", 2 * 4 * 4),
+        r"DMMA\.16x8x4",
+    ),
     # 8x8x4 each.
     "fp64 by mma.sync": (
         {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
@@ -162,6 +175,16 @@ def test_a_kernel_has_its_instruction(case):
     report = inspect(artifact)
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+def test_parts_of_sums_in_fp64_are_added_up_in_fp64():
+    """In turn, to memory, or by blocks of their own. Nothing is converted, and no FP32 value is computed with."""
+    text = disassembled(built(declared("fp64 of few rows")).library)
+    if text is None:
+        pytest.skip("the toolkit cannot disassemble")
+    assert re.search(r"\b(RED|ATOM)G?\.E\.ADD\.F64", text)
+    assert re.search(r"\bDADD\b", text)
+    assert not re.search(r"\b(FADD|FMUL|FFMA|F2F\.\S*F32)\b", text)
 
 
 def test_results_in_int8_are_rounded_by_one_instruction_and_sums_by_none():

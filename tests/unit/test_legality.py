@@ -367,7 +367,6 @@ NEIGHBOURS = [
     ("two_stages", sm80(**TF32, stages=3), sm80(**TF32, stages=2)),
     ("two_stages", sm80(**INT8), sm80(**INT8 | {"stages": 2})),
     ("whole_sums", sm80(**INT8), sm80(**INT8, stream_k=True)),
-    ("whole_sums", sm80(**FP64), sm80(**FP64, stream_k=True)),
     ("two_stages", sm80(**FP64), sm80(**FP64 | {"stages": 2})),
     ("instruction", sm80(**FP64), sm80(**FP64 | {"target": "sm_80"})),
     ("instruction", sm80(**FP64_OF_SM80 | {"target": "sm_80"}), sm80(**FP64 | {"target": "sm_86"})),

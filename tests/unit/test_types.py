@@ -953,7 +953,18 @@ def test_batches_of_fp64_and_their_space():
     every = space.sm80_configurations(signature("f64"), H100)
     assert {str(c.instruction) for c in every} == {"16x8x4", "8x8x4"}
     assert {c.threadblock.k for c in every} == {16}
+    assert {(str(c.instruction), c.stream_k) for c in every} == {
+        (shape, divided) for shape in ("16x8x4", "8x8x4") for divided in (False, True)
+    }
+    assert not any(spec.config.stream_k for spec in dispatch.decide(of, H100, call.problem).specs)
     assert {str(c.instruction) for c in space.sm80_configurations(signature("f64", device=A100), A100)} == {"8x8x4"}
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("problem", [(32, 4096, 4096), (4096, 32, 4096), (1, 4096, 4096), (256, 256, 100_000)])
+def test_blocks_share_tiles_of_fp64_where_these_are_few(device, problem):
+    decision = dispatch.decide(signature("f64", device=device, problem=problem), device, Problem(*problem))
+    assert decision.config.stream_k
 
 
 @pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])

@@ -27,8 +27,8 @@ def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_
     return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
 
 
-def _fp64(m: int, n: int, warp_m: int, warp_n: int, stages: int) -> Sm80Config:
-    return replace(_sm80(m, n, 16, warp_m, warp_n, stages), instruction=InstructionShape(16, 8, 4))
+def _fp64(m: int, n: int, warp_m: int, warp_n: int, stages: int, stream_k: bool = False) -> Sm80Config:
+    return replace(_sm80(m, n, 16, warp_m, warp_n, stages, stream_k), instruction=InstructionShape(16, 8, 4))
 
 
 # Choices without a tuning table: the set that loses least in benchmarks/results/sweep_sm80_h100.json, where operands
@@ -46,10 +46,13 @@ UNTUNED_UNALIGNED = (
 )
 
 
-# FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684).
+# FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684). Those for few rows, few columns or a
+# long K divide K, in four warps: CUTLASS's order of stream-K gives a multiprocessor one block then.
 UNTUNED_FP64 = (
-    *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 64, 32, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
+    *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 32, 64, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
     *(_fp64(64, 64, 32, 32, 4), _fp64(32, 64, 32, 32, 5), _fp64(32, 128, 32, 32, 4)),
+    *(_fp64(32, 128, 32, 32, 5, True), _fp64(128, 32, 32, 32, 5, True), _fp64(64, 64, 32, 32, 5, True)),
+    *(_fp64(64, 128, 32, 64, 4, True), _fp64(128, 64, 64, 32, 4, True), _fp64(128, 128, 32, 64, 4, True)),
 )
 
 
@@ -70,9 +73,9 @@ def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
             tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
             config = Sm80Config(tile, warp, instruction, stages=stages)
             if config.warps in _WARPS:
-                yield config
-                yield replace(config, stream_k=True)
-                yield from (replace(config, instruction=other) for other in others)
+                for each in (config, *(replace(config, instruction=other) for other in others)):
+                    yield each
+                    yield replace(each, stream_k=True)
 
 
 def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
@@ -100,7 +103,7 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
         )
     if signature.a.dtype is tf32x3 and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
         config = replace(config, warp=replace(config.warp, n=config.warp.n // 2))
-    whole = signature.form == BATCHED or signature.a.dtype in (i8, f64)
+    whole = signature.form == BATCHED or signature.a.dtype is i8
     config = replace(config, stream_k=False) if whole else config
     yield config
     if signature.a.dtype is f64:
