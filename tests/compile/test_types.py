@@ -92,6 +92,27 @@ KERNELS = {
         ("DMMA", 2 * 4 * 4),
         r"DMMA\.16x8x4",
     ),
+    # 16x8x16 each: two along M, four along N, two along K.
+    "fp64 by the longest mma.sync of Hopper": (
+        {"a": "f64.row", "b": "f64.row", "d": "f64.row.align1"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 64, 32), co.WarpShape(32, 32, 32), co.InstructionShape(16, 8, 16), stages=3
+        ),
+        ("DMMA", 2 * 4 * 2),
+        r"DMMA\.16x8x16",
+    ),
+    "fp64 by another mma.sync of Hopper": (
+        {"a": "f64.col", "b": "f64.col", "d": "f64.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(64, 64, 16),
+            co.WarpShape(32, 32, 16),
+            co.InstructionShape(16, 8, 8),
+            stages=5,
+            stream_k=True,
+        ),
+        ("DMMA", 2 * 4 * 2),
+        r"DMMA\.16x8x8",
+    ),
     # 8x8x4 each.
     "fp64 by mma.sync": (
         {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
@@ -154,7 +175,8 @@ CONVERTED = ("int8 to int8 by wgmma, copied", "int8 to int32 by wgmma")
 
 def declared(case):
     types, config, *_ = KERNELS[case]
-    target = "sm_90" if config.arch == "sm80" and config.instruction.m * config.instruction.k == 64 else None
+    fp64_of_hopper = types["a"].startswith("f64") and config.instruction.m == 16
+    target = "sm_90" if fp64_of_hopper else None
     named = {"d": "f32.row", "epilogue": builtin.bias_relu, **types}
     return co.KernelSpec(**named, config=config, target=target)
 

@@ -196,14 +196,36 @@ def _of_fp64() -> dict[str, KernelSpec]:
             config=config,
             target="sm_90",
         )
-    return found | _of_fp64_divided()
+    return found | _of_longer_fp64() | _of_fp64_divided()
+
+
+def _of_longer_fp64() -> dict[str, KernelSpec]:
+    """Return kernels of the larger instructions of Hopper, in each pair of majors."""
+    shape, warp = co.ThreadblockShape, co.WarpShape(32, 32, 32)
+    configs = {
+        8: co.Sm80Config(shape(64, 64, 16), co.WarpShape(32, 32, 16), co.InstructionShape(16, 8, 8), stages=4),
+        16: co.Sm80Config(shape(128, 64, 32), warp, co.InstructionShape(16, 8, 16), stages=3),
+    }
+    return {
+        f"f64-16x8x{k}-{a}-{b}{tail}": KernelSpec(
+            a=f"f64.{a}{tail}",
+            b=f"f64.{b}{tail}",
+            d=f"f64.row{tail}",
+            epilogue=elementwise,
+            inputs=_inputs(elementwise, tail, "f64"),
+            config=replace(config, stream_k=a != b),
+            target="sm_90",
+        )
+        for k, config in configs.items()
+        for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "col", ""), ("col", "row", ".align1"))
+    }
 
 
 def _of_fp64_divided() -> dict[str, KernelSpec]:
     """Return every kernel of choice that divides K, and the one for few rows in other layouts."""
     divided = {c.slug: c for c in UNTUNED_FP64 if c.stream_k}
     few = min(divided, key=lambda slug: divided[slug].threadblock.m)
-    layouts = {slug: ("row", "col", "row", "") for slug in divided}
+    layouts = dict.fromkeys(divided, ("row", "col", "row", ""))
     layouts |= {"odd": ("col", "row", "row", ".align1"), "odd-along_k": ("row", "col", "row", ".align1")}
     layouts |= {"turned": ("row", "row", "col", "")}
     return {

@@ -263,7 +263,9 @@ DIVIDED = [name for name in KERNELS if name.startswith("f64-stream_k")]
 
 
 @pytest.mark.parametrize("kernel", DIVIDED)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 4096), (31, 1000, 4095), (257, 300, 2049), (150, 4100, 33), (64, 64, 5)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 128, 4096), (31, 1000, 4095), (257, 300, 2049), (150, 4100, 33), (64, 64, 5)]
+)
 def test_blocks_that_share_a_tile_of_fp64_add_up_right_and_always_alike(kernel, m, n, k):
     """Several blocks add to a tile, in turn or in a step of its own, in FP64, in one order whatever runs beside."""
     spec = KERNELS[kernel]

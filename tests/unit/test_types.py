@@ -771,7 +771,7 @@ def test_fp64_is_a_row_of_the_table():
         (f64,),
     )
     assert found.shapes_on((8, 0)) == found.shapes_on((8, 9)) == ((8, 8, 4),)
-    assert found.shapes_on((9, 0)) == ((16, 8, 4), (8, 8, 4))
+    assert found.shapes_on((9, 0)) == ((16, 8, 4), (16, 8, 8), (16, 8, 16), (8, 8, 4))
     assert element_named("float64", (f64,)) is element_named("double", (f64,)) is f64
     with pytest.raises(ValueError, match="'f64' is not supported here"):
         element_named("f64")
@@ -951,10 +951,11 @@ def test_batches_of_fp64_and_their_space():
     of = signature_of(call, H100)
     assert dispatch.decide(of, H100, call.problem).specs[0].a.dtype is f64
     every = space.sm80_configurations(signature("f64"), H100)
-    assert {str(c.instruction) for c in every} == {"16x8x4", "8x8x4"}
-    assert {c.threadblock.k for c in every} == {16}
+    assert {str(c.instruction) for c in every} == {"16x8x4", "16x8x8", "16x8x16", "8x8x4"}
+    assert {(c.threadblock.k, c.instruction.k) for c in every} == {(16, 4), (16, 8), (32, 4), (32, 8), (32, 16)}
+    assert {(c.warp.m, c.warp.n) for c in every if c.instruction.k > 4} == {(32, 32)}
     assert {(str(c.instruction), c.stream_k) for c in every} == {
-        (shape, divided) for shape in ("16x8x4", "8x8x4") for divided in (False, True)
+        (shape, divided) for shape in ("16x8x4", "16x8x8", "16x8x16", "8x8x4") for divided in (False, True)
     }
     assert not any(spec.config.stream_k for spec in dispatch.decide(of, H100, call.problem).specs)
     assert {str(c.instruction) for c in space.sm80_configurations(signature("f64", device=A100), A100)} == {"8x8x4"}

@@ -16,7 +16,8 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 
 _SIDES = (32, 64, 128, 256)
-_TILES_K_BYTES = (64, 128)
+_TILES_K_BYTES = {f64: (128, 256)}
+_USUAL_TILES_K_BYTES = (64, 128)
 _WARP_SIDES = (32, 64)
 _STAGES = (2, 3, 4, 5, 6)
 _WARPS = (1, 2, 4, 8)
@@ -65,9 +66,10 @@ def untuned(signature: OpSignature) -> tuple[Sm80Config, ...]:
 
 def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
     """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
-    tiles_k = [k // signature.a.dtype.bytes for k in _TILES_K_BYTES]
+    dtype = signature.a.dtype
+    tiles_k = [k // dtype.bytes for k in _TILES_K_BYTES.get(dtype, _USUAL_TILES_K_BYTES)]
     instruction, *others = _instructions(signature)
-    others = others if signature.a.dtype is f64 else []  # fewer products at a time are worth trying of FP64 only
+    others = others if dtype is f64 else []  # more or fewer products at a time are worth trying of FP64 only
     for m, n, k, stages in product(_SIDES, _SIDES, tiles_k, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
             tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
