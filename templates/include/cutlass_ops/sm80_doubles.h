@@ -53,7 +53,6 @@ class SeveralFours {
   using Part = typename Iterator::Fragment;
   using Fragment = cutlass::Array<double, Part::kElements * Fours>;
 
-  CUTLASS_DEVICE SeveralFours() = default;
   CUTLASS_DEVICE SeveralFours(TensorRef const& ref, int lane) : iterator_(ref, lane) {}
 
   CUTLASS_DEVICE SeveralFours& add_tile_offset(TensorCoord const& tile) {
