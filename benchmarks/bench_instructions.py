@@ -4,10 +4,10 @@
     python benchmarks/bench_instructions.py --loops wgmma --seconds 5 --out /tmp/loops.json
     python benchmarks/bench_instructions.py --write      # the part of docs/types.md, from benchmarks/results
 
-Loops of one instruction on operands in registers or shared memory (`cuda/instructions.cu`), on every multiprocessor. Each
-round runs every loop in another order: without rests for a while, until the chip is at its power limit, and once after a
-rest, when it is not. Kernels read the clocks themselves. Then GEMMs of CUTLASS (`cuda/gemm_sums.cu`), by the same kernel
-but for the type of its sums, at some shapes in turns, with their errors against float64.
+Loops of one instruction on operands in registers or shared memory (`cuda/instructions.cu`), on every multiprocessor.
+Each round runs every loop in another order: without rests for a while, until the chip is at its power limit, and once
+after a rest, when it is not. Kernels read the clocks themselves. Then GEMMs of CUTLASS (`cuda/gemm_sums.cu`), by the
+same kernel but for the type of its sums, at some shapes in turns, with their errors against float64.
 
 Each row: {"loop", "clocks" (of a multiprocessor for 1,000,000 products), "sustained_tflops", "sustained_mhz",
 "rested_tflops", "rested_mhz"}, or {"gemm", "m", "n", "k", "f32_ms", "f16_ms", "ratio", "ratio_range", "f32_error",
