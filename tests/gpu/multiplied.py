@@ -213,7 +213,7 @@ def _of_longer_fp64() -> dict[str, KernelSpec]:
             d=f"f64.row{tail}",
             epilogue=elementwise,
             inputs=_inputs(elementwise, tail, "f64"),
-            config=replace(config, stream_k=a != b),
+            config=replace(config, stream_k=k == 8 and a != b),
             target="sm_90",
         )
         for k, config in configs.items()

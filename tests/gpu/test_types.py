@@ -285,6 +285,26 @@ def test_blocks_that_share_a_tile_of_fp64_add_up_right_and_always_alike(kernel, 
     oracle.assert_within(served(x, w, **inputs), exact_sums, DOUBLE_SUMS)
 
 
+def test_instructions_of_fp64_add_up_in_one_order():
+    """Deterministic choices take kernels that add up all of K to agree in every bit, whatever their instruction."""
+    wholes = {
+        name: spec
+        for name, spec in KERNELS.items()
+        if spec.a.dtype is f64 and not spec.config.stream_k and spec.epilogue == multiplied.elementwise.graph
+    }
+    assert {spec.config.instruction.k for spec in wholes.values()} == {4, 8, 16}
+    x, w = torch.randn(77, 1040, device="cuda").double(), torch.randn(1040, 136, device="cuda").double()
+    x, w = x * torch.rand_like(x), w * torch.rand_like(w)  # with all bits of FP64
+    inputs = {"bias": torch.randn(136, device="cuda").double(), "scale": torch.rand(77, device="cuda").double() / 32}
+    inputs["r"] = torch.randn(77, 136, device="cuda").double()
+    found = {}
+    for name, spec in wholes.items():
+        a, b = (y if operand.major == "row" else y.t().contiguous().t() for y, operand in ((x, spec.a), (w, spec.b)))
+        found[name] = co.build(spec)(a, b, **inputs)
+    first = next(iter(found.values()))
+    assert [name for name, d in found.items() if not torch.equal(d, first)] == []
+
+
 def test_few_rows_of_fp64_divide_k():
     x, w = doubles(32, 4096), doubles(4096, 4096).t()
     plan = co.gemm.plan(x, w)

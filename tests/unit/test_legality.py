@@ -372,6 +372,7 @@ NEIGHBOURS = [
     ("instruction", sm80(**FP64), sm80(**FP64 | {"target": "sm_80"})),
     ("instruction", sm80(**FP64_OF_SM80 | {"target": "sm_80"}), sm80(**FP64 | {"target": "sm_86"})),
     ("k_extent", sm80(**FP64_OF_32), sm80(**FP64 | {"threadblock": (64, 64, 64), "warp": (32, 32, 64)})),
+    ("stream_k_registers", sm80(**FP64_OF_32), sm80(**FP64_OF_32, stream_k=True)),
     ("k_steps", sm80(**FP64_OF_32), sm80(**FP64 | {"instruction": InstructionShape(16, 8, 16)})),
     (
         "warp_accumulators",

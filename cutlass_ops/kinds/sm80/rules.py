@@ -31,6 +31,7 @@ _SHORTEST_LINE = {16: 16, 32: 32, 64: 16}
 # parts of 16 rows and 16 columns. With 8 warps its maps share tiles of these K evenly:
 # tests/compile/test_doubles_on_the_host.py.
 _K_OF_FP64, _SIDE_OF_FP64, _WARPS_OF_FP64 = (16, 32), 16, (2, 8)
+_SPILLS_WITH_STREAM_K = 16  # 88 bytes of a thread, at 128 x 64 x 32
 
 
 def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
@@ -222,6 +223,15 @@ def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
         )
 
 
+def _stream_k_registers(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype is f64 and config.stream_k and config.instruction.k >= _SPILLS_WITH_STREAM_K:
+        yield Broken(
+            f"a is {spec.a}, instruction is {config.instruction} and stream_k is True: its operands and what stream-K "
+            f"keeps of a block's share take more registers than a thread has",
+            ({"stream_k": False},),
+        )
+
+
 def _whole_lines(spec: KernelSpec, _: Sm80Config) -> Iterator[Broken]:
     if spec.a.dtype is i8 and not whole_lines(spec):
         yield Broken(
@@ -311,6 +321,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("cp_async", "hardware", _cp_async),
     Rule("two_stages", "compiler", _two_stages),
     Rule("whole_sums", "policy", _whole_sums),
+    Rule("stream_k_registers", "policy", _stream_k_registers),
     Rule("whole_lines", "policy", _whole_lines),
     Rule("fp64_epilogue", "policy", _doubles),
     Rule("means_of_rows", "policy", _means),

@@ -48,12 +48,12 @@ UNTUNED_UNALIGNED = (
 
 
 # FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684). Those for few rows, few columns or a
-# long K divide K, in four warps: CUTLASS's order of stream-K gives a multiprocessor one block then.
+# long K divide K, in four warps or more: CUTLASS's order of stream-K gives a multiprocessor one block then.
 UNTUNED_FP64 = (
     *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 32, 64, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
     *(_fp64(64, 64, 32, 32, 4), _fp64(32, 64, 32, 32, 5), _fp64(32, 128, 32, 32, 4)),
     *(_fp64(32, 128, 32, 32, 5, True), _fp64(128, 32, 32, 32, 5, True), _fp64(64, 64, 32, 32, 5, True)),
-    *(_fp64(64, 128, 32, 64, 4, True), _fp64(128, 64, 64, 32, 4, True), _fp64(128, 128, 32, 64, 4, True)),
+    *(_fp64(64, 128, 32, 32, 4, True), _fp64(128, 64, 32, 32, 4, True), _fp64(128, 128, 32, 64, 4, True)),
 )
 
 
