@@ -70,8 +70,8 @@ class Costs:
 
 H100 = Costs()
 # Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
-# H100 has a fifth of the products that it has of 16 bits. Copies are of 8 bytes; 50 a nanosecond are a guess between the
-# 38 that a kernel has had (64 x 128 tiles, `benchmarks/results/types_all_h200.json`) and the 67 of 16 bits. Nothing else
+# H100 has a fifth of the products that it has of 16 bits. Copies are of 8 bytes; 50 a nanosecond are a guess between
+# 38 that a kernel has had (64 x 128 tiles, `benchmarks/results/types_all_h200.json`) and 67 of 16 bits. Nothing else
 # is known of FP64 yet: `benchmarks/sweep_fp64.py` measures, and `fit_sm80.py` fits these costs to it.
 _FP64 = 8
 H100_FP64 = replace(H100, products=H100.products / 5, adding_up=2 * H100.adding_up, wide_loads=12.5)
