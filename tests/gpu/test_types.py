@@ -312,8 +312,25 @@ def test_few_rows_of_fp64_divide_k():
     oracle.assert_within(co.gemm(x, w), x @ w, DOUBLE_SUMS)
 
 
+def test_divided_sums_of_fp64_on_several_streams():
+    """Each stream has flags of its own, which every launch leaves as it found them, whatever the problem."""
+    spec = KERNELS[DIVIDED[0]]
+    served, streams = co.build(spec), [torch.cuda.Stream() for _ in range(3)]
+    drawn = [draw(spec, *fitting(spec, *shape)) for shape in ((32, 4096, 4096), (7, 512, 8192), (300, 264, 1040))]
+    exact_d = [served(x, w, **inputs) for x, w, inputs in drawn]
+    torch.cuda.synchronize()
+    found = []
+    for step in range(60):
+        which = step % len(drawn)
+        x, w, inputs = drawn[which]
+        with torch.cuda.stream(streams[step * 7 // 3 % len(streams)]):
+            found.append((which, served(x, w, **inputs)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(d, exact_d[which]) for which, d in found)
+
+
 def test_divided_sums_of_fp64_are_a_part_of_graphs():
-    """Flags of blocks are cleared at each launch, also when a graph is played again."""
+    """A captured launch has flags of its own, also when a graph is played again."""
     x, w = doubles(32, 4096), doubles(1024, 4096).t()
     d = torch.empty(32, 1024, device="cuda", dtype=torch.float64)
     co.gemm(x, w, out=d)

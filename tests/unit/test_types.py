@@ -996,6 +996,27 @@ def test_sources_of_fp64():
     assert "doubles.h" not in co.source(co.KernelSpec(**INT8_TYPES, epilogue=relu_bias, config=INT8_CONFIG))
 
 
+def test_flags_of_blocks_that_share_k_are_in_standing_memory_in_fp64():
+    """Kernels of other types, whose flags are cleared before each launch, keep their sources and keys."""
+
+    def text(types, config, target):
+        spec = co.KernelSpec(**types, epilogue=relu_bias, config=config, target=target)
+        assert legality.check(spec) == ()
+        return co.source(spec)
+
+    doubles = {"a": "f64.row", "b": "f64.col", "d": "f64.row"}
+    config = sm80(16, instruction=(16, 8, 4), tile=(64, 64), warp=(32, 32))
+    divided = text(doubles, replace(config, stream_k=True), "sm_90")
+    assert '#include "cutlass_ops/sm80_standing.h"' in divided
+    assert "sm80::StandingFlags<typename cutlass::gemm::kernel::DefaultGemmWithVisitor<" in divided
+    tf32x3 = sm80(16, instruction=(16, 8, 8), tile=(64, 64), warp=(32, 32))
+    for each in (
+        text(doubles, config, "sm_90"),
+        text({"a": "tf32x3.row", "b": "tf32x3.col", "d": "f32.row"}, replace(tf32x3, stream_k=True), "sm_90"),
+    ):
+        assert "tanding" not in each
+
+
 INT8_TYPES = {"a": "i8.row", "b": "i8.col", "d": "bf16.row"}
 INT8_CONFIG = sm80(64, instruction=(16, 8, 32))
 
