@@ -74,6 +74,9 @@ H100 = Costs()
 # 38 that a kernel has had (64 x 128 tiles, `benchmarks/results/types_all_h200.json`) and 67 of 16 bits. Nothing else
 # is known of FP64 yet: `benchmarks/sweep_fp64.py` measures, and `fit_sm80.py` fits these costs to it.
 _FP64 = 8
+# With one block a multiprocessor, CUTLASS has a tile's blocks add up in turn. Up to so many count as adding up beside
+# each other.
+_BESIDE = 4
 H100_FP64 = replace(H100, products=H100.products / 5, adding_up=2 * H100.adding_up, wide_loads=12.5)
 # Microseconds that a call spares the host, and that the GPU would wait for, if its kernel reads misaligned operands as
 # they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
@@ -187,7 +190,10 @@ def times(
     slots = multiprocessors * blocks
     full_step = np.maximum(blocks * step, latency)
 
-    by_stream_k = tiles * steps / slots * full_step + costs.adding_up * 1e3 * tile_m * tile_n / 128**2
+    adding_up = costs.adding_up * 1e3 * tile_m * tile_n / 128**2
+    if double:  # else the costs were fitted without it
+        adding_up = adding_up * np.where(blocks == 1, np.maximum(1, slots / tiles / _BESIDE), 1)
+    by_stream_k = tiles * steps / slots * full_step + adding_up
     full = tiles // slots
     rest = tiles - full * slots
     last_step = np.maximum(np.ceil(rest / multiprocessors) * step, latency)
