@@ -2,6 +2,7 @@
 
     python benchmarks/bench_types.py --out benchmarks/results/types_h100.json
     python benchmarks/bench_types.py --rows 256 4096 --cases "tf32 plain row,row" --out /tmp/rows.json
+    python benchmarks/bench_types.py --types f64 --out benchmarks/results/types_fp64_h200.json
     python benchmarks/bench_types.py --resume /tmp/rows.json --out /tmp/all.json    # only missing rows
 
 TF32 is FP32 to FP32, where PyTorch is allowed TF32, and FP64 is FP64 throughout: plain, and with bias and ReLU. 3xTF32
@@ -252,6 +253,7 @@ def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--types", nargs="+", default=list(_TORCH), choices=list(_TORCH), help="only these types")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
@@ -261,7 +263,8 @@ def main() -> None:
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["case"], r["m"], r["n"], r["k"]) for r in rows}
-    left = [(case, each) for each, case in product(problems(args.rows), args.cases) if (case, *each) not in done]
+    cases = [case for case in args.cases if case.split()[0] in args.types]
+    left = [(case, each) for each, case in product(problems(args.rows), cases) if (case, *each) not in done]
     calls = [request(case, draw(case, *each, device="meta")) for case, each in left]
     harness.build_ahead((call[:2] for call in calls), (call.named.get("out_dtype") for call in calls))
     for case, each in left:

@@ -1,8 +1,10 @@
 """Fits the Sm80 cost model to a sweep, and prints how well it ranks.
 
     python benchmarks/fit_sm80.py benchmarks/results/sweep_sm80_h100.json
+    python benchmarks/fit_sm80.py benchmarks/results/sweep_fp64_h100.json    # FP64's
 
-Prints the fitted :class:`cutlass_ops.kinds.sm80.model.Costs`, to be copied there by hand.
+Prints the fitted :class:`cutlass_ops.kinds.sm80.model.Costs`, to be copied there by hand. Of FP64, those kernels count
+whose instruction the model knows, m16n8k4; how the others compare is printed as well.
 """
 
 from __future__ import annotations
@@ -15,17 +17,27 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80.model import Costs
 
-# Alignment and problem, and each configuration's microseconds there.
-Place = tuple[int, Problem]
+
+class Place(NamedTuple):
+    """Where kernels were timed: an alignment in elements, a problem, and the bytes of an element."""
+
+    alignment: int
+    problem: Problem
+    element_bytes: int = 2
+
+
+# Each configuration's microseconds at a place.
 Sweep = dict[Place, dict[Sm80Config, float]]
 
-_SLUG = re.compile(r"sm80_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)x(\d+)_16x8x16_s(\d)(_streamk)?")
+_SLUG = re.compile(r"sm80_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)x(\d+)_s(\d)(_streamk)?")
+_FITTED = {2: InstructionShape(16, 8, 16), 8: InstructionShape(16, 8, 4)}  # by an element's bytes
 MULTIPROCESSORS = 132
 # Times far from the best of their problem matter little for a choice.
 RELEVANT = 0.3
@@ -35,7 +47,9 @@ def read(path: Path) -> Sweep:
     """Return a sweep's measurements."""
     rows = json.loads(path.read_text())["rows"]
     return {
-        (r["alignment"], Problem(r["m"], r["n"], r["k"])): {parse(slug): ms * 1e3 for slug, ms in r["times"].items()}
+        Place(r["alignment"], Problem(r["m"], r["n"], r["k"]), r.get("element_bytes", 2)): {
+            parse(slug): ms * 1e3 for slug, ms in r["times"].items()
+        }
         for r in rows
     }
 
@@ -44,16 +58,35 @@ def parse(slug: str) -> Sm80Config:
     """Return the configuration that a slug names."""
     match = _SLUG.fullmatch(slug)
     assert match is not None, slug
-    m, n, k, warp_m, warp_n, warp_k, stages = map(int, match.groups()[:7])
-    tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, warp_k)
-    return Sm80Config(tile, warp, stages=stages, stream_k=match[8] is not None)
+    numbers = list(map(int, match.groups()[:10]))
+    tile, warp, instruction = ThreadblockShape(*numbers[:3]), WarpShape(*numbers[3:6]), InstructionShape(*numbers[6:9])
+    return Sm80Config(tile, warp, instruction, stages=numbers[9], stream_k=match[11] is not None)
+
+
+def known(sweep: Sweep) -> Sweep:
+    """Return the times of kernels whose instruction the model knows."""
+    return {
+        place: {config: time for config, time in times.items() if config.instruction == _FITTED[place.element_bytes]}
+        for place, times in sweep.items()
+    }
+
+
+def by_instruction(sweep: Sweep) -> dict[str, float]:
+    """Return the best times with each instruction over the best of all, as a geometric mean."""
+    found: dict[str, list[float]] = {}
+    for times in sweep.values():
+        for instruction in {config.instruction for config in times}:
+            best = min(time for config, time in times.items() if config.instruction == instruction)
+            found.setdefault(str(instruction), []).append(math.log(best / min(times.values())))
+    return {name: math.exp(sum(logs) / len(logs)) for name, logs in sorted(found.items())}
 
 
 def predicted(place: Place, configs: Iterable[Sm80Config], costs: Costs) -> dict[Sm80Config, float]:
     """Return the model's times at a place."""
-    alignment, problem = place
+    alignment, problem, size = place
     each = tuple(configs)
-    times = model_sm80.times(model_sm80.Blocks.of(each), [problem], MULTIPROCESSORS, alignment, costs)[0].tolist()
+    blocks = model_sm80.Blocks.of(each)
+    times = model_sm80.times(blocks, [problem], MULTIPROCESSORS, alignment, costs, (size, size))[0].tolist()
     return dict(zip(each, times, strict=True))
 
 
@@ -100,9 +133,14 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--rounds", type=int, default=1500)
     args = parser.parse_args()
-    sweep = read(args.sweep)
+    every = read(args.sweep)
+    sweep = known(every)
     print(f"{len(sweep)} problems, {sum(map(len, sweep.values()))} times")
-    for title, costs in (("before", model_sm80.H100), ("after", fit(sweep, model_sm80.H100, args.rounds))):
+    if every != sweep:
+        print(f"best times with each instruction, over those of all: {by_instruction(every)}")
+    double = {place.element_bytes for place in sweep} == {8}
+    begin = model_sm80.H100_FP64 if double else model_sm80.H100
+    for title, costs in (("before", begin), ("after", fit(sweep, begin, args.rounds))):
         print(f"{title}: error {math.sqrt(loss(sweep, costs)):.3f}")
         for count in (1, 3, 8):
             mean, worst = regret(sweep, costs, count)

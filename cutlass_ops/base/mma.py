@@ -128,7 +128,9 @@ MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5, copyable=True),
     MmaSpec(tf32x3, tf32x3, f32, ((16, 8, 8),), "HMMA", "", f32, rate=1 / 6),
     # PTX ISA, mma: m8n8k4 from sm_80 on, the larger ones from sm_90 on.
-    MmaSpec(f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4),), rate=1 / 16),
+    MmaSpec(
+        f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4), (16, 8, 8), (16, 8, 16)), rate=1 / 16
+    ),
     # Whole numbers, whose sums are exact.
     MmaSpec(
         i8,

@@ -55,6 +55,11 @@ def in_16_bits(mma: MmaSpec) -> bool:
     return bool(mma.shapes) and mma.bits == 16
 
 
+def by_several_fours(mma: MmaSpec, instruction_k: int) -> bool:
+    """Return whether an instruction has operands of several that CUTLASS's iterators bring (``sm80_doubles.h``)."""
+    return mma.accumulator is f64 and instruction_k > 4
+
+
 def takes_means(mma: MmaSpec) -> bool:
     """Return whether kernels can take means of A's rows (``row_sums.h``)."""
     return mma.bits == 16

@@ -79,6 +79,40 @@ KERNELS = {
         ("DMMA", 2 * 8 * 4),
         r"DMMA\.16x8x4",
     ),
+    # As above, of tiles that several blocks share: two along M, four along N, four along K.
+    "fp64 of few rows": (
+        {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(32, 128, 16),
+            co.WarpShape(32, 32, 16),
+            co.InstructionShape(16, 8, 4),
+            stages=5,
+            stream_k=True,
+        ),
+        ("DMMA", 2 * 4 * 4),
+        r"DMMA\.16x8x4",
+    ),
+    # 16x8x16 each: two along M, four along N, two along K.
+    "fp64 by the longest mma.sync of Hopper": (
+        {"a": "f64.row", "b": "f64.row", "d": "f64.row.align1"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 64, 32), co.WarpShape(32, 32, 32), co.InstructionShape(16, 8, 16), stages=3
+        ),
+        ("DMMA", 2 * 4 * 2),
+        r"DMMA\.16x8x16",
+    ),
+    "fp64 by another mma.sync of Hopper": (
+        {"a": "f64.col", "b": "f64.col", "d": "f64.row"},
+        co.Sm80Config(
+            co.ThreadblockShape(64, 64, 16),
+            co.WarpShape(32, 32, 16),
+            co.InstructionShape(16, 8, 8),
+            stages=5,
+            stream_k=True,
+        ),
+        ("DMMA", 2 * 4 * 2),
+        r"DMMA\.16x8x8",
+    ),
     # 8x8x4 each.
     "fp64 by mma.sync": (
         {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
@@ -141,7 +175,8 @@ CONVERTED = ("int8 to int8 by wgmma, copied", "int8 to int32 by wgmma")
 
 def declared(case):
     types, config, *_ = KERNELS[case]
-    target = "sm_90" if config.arch == "sm80" and config.instruction.m * config.instruction.k == 64 else None
+    fp64_of_hopper = types["a"].startswith("f64") and config.instruction.m == 16
+    target = "sm_90" if fp64_of_hopper else None
     named = {"d": "f32.row", "epilogue": builtin.bias_relu, **types}
     return co.KernelSpec(**named, config=config, target=target)
 
@@ -162,6 +197,16 @@ def test_a_kernel_has_its_instruction(case):
     report = inspect(artifact)
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+def test_parts_of_sums_in_fp64_are_added_up_in_fp64():
+    """In turn, to memory, or by blocks of their own. Nothing is converted, and no FP32 value is computed with."""
+    text = disassembled(built(declared("fp64 of few rows")).library)
+    if text is None:
+        pytest.skip("the toolkit cannot disassemble")
+    assert re.search(r"\b(RED|ATOM)G?\.E\.ADD\.F64", text)
+    assert re.search(r"\bDADD\b", text)
+    assert not re.search(r"\b(FADD|FMUL|FFMA|F2F\.\S*F32)\b", text)
 
 
 def test_results_in_int8_are_rounded_by_one_instruction_and_sums_by_none():

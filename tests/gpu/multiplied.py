@@ -12,6 +12,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import tf32
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.sm80.space import UNTUNED_FP64
 from cutlass_ops.run import reference, requests
 from tests.gpu import tensors
 
@@ -196,7 +197,50 @@ def _of_fp64() -> dict[str, KernelSpec]:
             config=config,
             target="sm_90",
         )
-    return found
+    return found | _of_longer_fp64() | _of_fp64_divided()
+
+
+def _of_longer_fp64() -> dict[str, KernelSpec]:
+    """Return kernels of the larger instructions of Hopper, in each pair of majors."""
+    shape, warp = co.ThreadblockShape, co.WarpShape(32, 32, 32)
+    configs = {
+        8: co.Sm80Config(shape(64, 64, 16), co.WarpShape(32, 32, 16), co.InstructionShape(16, 8, 8), stages=4),
+        16: co.Sm80Config(shape(128, 64, 32), warp, co.InstructionShape(16, 8, 16), stages=3),
+    }
+    return {
+        f"f64-16x8x{k}-{a}-{b}{tail}": KernelSpec(
+            a=f"f64.{a}{tail}",
+            b=f"f64.{b}{tail}",
+            d=f"f64.row{tail}",
+            epilogue=elementwise,
+            inputs=_inputs(elementwise, tail, "f64"),
+            config=replace(config, stream_k=k == 8 and a != b),
+            target="sm_90",
+        )
+        for k, config in configs.items()
+        for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "col", ""), ("col", "row", ".align1"))
+    }
+
+
+def _of_fp64_divided() -> dict[str, KernelSpec]:
+    """Return every kernel of choice that divides K, and the one for few rows in other layouts."""
+    divided = {c.slug: c for c in UNTUNED_FP64 if c.stream_k}
+    few = min(divided, key=lambda slug: divided[slug].threadblock.m)
+    layouts = dict.fromkeys(divided, ("row", "col", "row", ""))
+    layouts |= {"odd": ("col", "row", "row", ".align1"), "odd-along_k": ("row", "col", "row", ".align1")}
+    layouts |= {"turned": ("row", "row", "col", "")}
+    return {
+        f"f64-stream_k-{name}": KernelSpec(
+            a=f"f64.{a}{tail}",
+            b=f"f64.{b}{tail}",
+            d=f"f64.{d}{tail}",
+            epilogue=elementwise,
+            inputs=_inputs(elementwise, tail, "f64"),
+            config=divided.get(name, divided[few]),
+            target="sm_90",
+        )
+        for name, (a, b, d, tail) in layouts.items()
+    }
 
 
 def _of_copies() -> dict[str, KernelSpec]:
@@ -376,6 +420,10 @@ CALLS: dict[str, Callable[[], requests.Request]] = {
     "3xtf32 several tiles": lambda: _fp32(333, 512, 1024, "row", "col", math="3xtf32"),
     "3xtf32 odd": lambda: _fp32(129, 251, 1037, "col", "row", aligned=False, math="3xtf32"),
     "f64 one row": lambda: _fp64(1, 256, 512, "row", "col"),
+    "f64 few rows": lambda: _fp64(17, 264, 4096, "row", "col"),
+    "f64 few rows, odd": lambda: _fp64(31, 251, 4097, "row", "row", aligned=False),
+    "f64 few columns": lambda: _fp64(264, 9, 4096, "row", "col"),
+    "f64 long K": lambda: _fp64(129, 251, 16385, "col", "row", aligned=False),
     "f64 several tiles": lambda: _fp64(333, 512, 1024, "row", "row"),
     "f64 odd": lambda: _fp64(129, 251, 1037, "col", "row", aligned=False),
     "f64 batches": lambda: _batches(several(65, 136).double(), several(72, 136).double().mT, None),

@@ -249,10 +249,99 @@ def test_a_call_says_what_it_copies_and_counts_it():
     assert op.copied_operands == before + 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["tf32", "f64"])
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-def test_nothing_is_a_matrix_as_well(m, n, k):
-    x, w = torch.ones(m, k, device="cuda"), torch.ones(k, n, device="cuda")
-    assert co.gemm(x, w, math="tf32").tolist() == torch.zeros(m, n).tolist()
+def test_nothing_is_a_matrix_as_well(m, n, k, dtype):
+    x, w = (torch.ones(*shape, device="cuda", dtype=dtype) for shape in ((m, k), (k, n)))
+    named = {"math": "tf32"} if dtype is torch.float32 else {}
+    found = co.gemm(x, w, **named)
+    assert found.dtype is dtype
+    assert found.tolist() == torch.zeros(m, n).tolist()
+
+
+DIVIDED = [name for name in KERNELS if name.startswith("f64-stream_k")]
+
+
+@pytest.mark.parametrize("kernel", DIVIDED)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 128, 4096), (31, 1000, 4095), (257, 300, 2049), (150, 4100, 33), (64, 64, 5)]
+)
+def test_blocks_that_share_a_tile_of_fp64_add_up_right_and_always_alike(kernel, m, n, k):
+    """Several blocks add to a tile, in turn or in a step of its own, in FP64, in one order whatever runs beside."""
+    spec = KERNELS[kernel]
+    m, n, k = fitting(spec, m, n, k)
+    served = co.build(spec)
+    x, w, inputs = draw(spec, m, n, k)
+    found = served(x, w, **inputs)
+    oracle.assert_within(found, wanted(spec, x, w, inputs), DOUBLE_SUMS)
+    again = torch.full_like(found, math.nan)
+    for _ in range(5):
+        served(x, w, **inputs, out=again)
+        assert torch.equal(again, found)
+    # What FP32 would lose: sums of 1 and of parts that it does not have.
+    x.fill_(1)
+    w.fill_(1 + 2.0**-40)
+    exact_sums = wanted(spec, x, w, inputs)
+    oracle.assert_within(served(x, w, **inputs), exact_sums, DOUBLE_SUMS)
+
+
+def test_instructions_of_fp64_add_up_in_one_order():
+    """Deterministic choices take kernels that add up all of K to agree in every bit, whatever their instruction."""
+    wholes = {
+        name: spec
+        for name, spec in KERNELS.items()
+        if spec.a.dtype is f64 and not spec.config.stream_k and spec.epilogue == multiplied.elementwise.graph
+    }
+    assert {spec.config.instruction.k for spec in wholes.values()} == {4, 8, 16}
+    x, w = torch.randn(77, 1040, device="cuda").double(), torch.randn(1040, 136, device="cuda").double()
+    x, w = x * torch.rand_like(x), w * torch.rand_like(w)  # with all bits of FP64
+    inputs = {"bias": torch.randn(136, device="cuda").double(), "scale": torch.rand(77, device="cuda").double() / 32}
+    inputs["r"] = torch.randn(77, 136, device="cuda").double()
+    found = {}
+    for name, spec in wholes.items():
+        a, b = (y if operand.major == "row" else y.t().contiguous().t() for y, operand in ((x, spec.a), (w, spec.b)))
+        found[name] = co.build(spec)(a, b, **inputs)
+    first = next(iter(found.values()))
+    assert [name for name, d in found.items() if not torch.equal(d, first)] == []
+
+
+def test_few_rows_of_fp64_divide_k():
+    x, w = doubles(32, 4096), doubles(4096, 4096).t()
+    plan = co.gemm.plan(x, w)
+    assert plan.spec.config.stream_k
+    oracle.assert_within(co.gemm(x, w), x @ w, DOUBLE_SUMS)
+
+
+def test_divided_sums_of_fp64_on_several_streams():
+    """Each stream has flags of its own, which every launch leaves as it found them, whatever the problem."""
+    spec = KERNELS[DIVIDED[0]]
+    served, streams = co.build(spec), [torch.cuda.Stream() for _ in range(3)]
+    drawn = [draw(spec, *fitting(spec, *shape)) for shape in ((32, 4096, 4096), (7, 512, 8192), (300, 264, 1040))]
+    exact_d = [served(x, w, **inputs) for x, w, inputs in drawn]
+    torch.cuda.synchronize()
+    found = []
+    for step in range(60):
+        which = step % len(drawn)
+        x, w, inputs = drawn[which]
+        with torch.cuda.stream(streams[step * 7 // 3 % len(streams)]):
+            found.append((which, served(x, w, **inputs)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(d, exact_d[which]) for which, d in found)
+
+
+def test_divided_sums_of_fp64_are_a_part_of_graphs():
+    """A captured launch has flags of its own, also when a graph is played again."""
+    x, w = doubles(32, 4096), doubles(1024, 4096).t()
+    d = torch.empty(32, 1024, device="cuda", dtype=torch.float64)
+    co.gemm(x, w, out=d)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        co.gemm(x, w, out=d)
+    for factor in (1, -2, 0):
+        x.mul_(factor)
+        d.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(d, co.gemm(x, w))
 
 
 @co.epilogue

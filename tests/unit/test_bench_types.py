@@ -1,14 +1,18 @@
 """The benchmark of other types: its problems, its errors, its kernels and its summary."""
 
+import json
+
 import pytest
 import torch
 from signatures import H100
 
-from cutlass_ops.base.mma import MATHS
+from cutlass_ops.base.dtypes import FP8
+from cutlass_ops.base.mma import MATHS, MMAS
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds import legality
 from tests.scripts import script
 
-BENCH = script("bench_types")
+BENCH, CONTRACT = script("bench_types"), script("types_contract")
 
 
 @pytest.mark.parametrize("case", BENCH.CASES)
@@ -73,3 +77,42 @@ def test_the_summary_keeps_cases_apart():
         },
         "b": both,
     }
+
+
+# ---- The contract by type --------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_the_contract_of_the_library():
+    assert CONTRACT.DOCUMENT.read_text() == CONTRACT.written(), f"run python {CONTRACT.SCRIPT} --write"
+
+
+def test_the_contract_has_every_type_that_has_no_page_of_its_own():
+    others = {mma.a for mma in MMAS if mma.bits != 16 and mma.a not in FP8}
+    assert {each.dtype for each in CONTRACT.TYPES} == others
+    assert {case.split()[0] for case in BENCH.CASES} == {each.cases for each in CONTRACT.TYPES}
+
+
+def test_what_multiplies_a_layout_is_what_calls_choose():
+    tf32, int8 = (next(each for each in CONTRACT.TYPES if each.title == title) for title in ("TF32", "INT8"))
+    serves, along = CONTRACT.serves, ("row", "col")
+    assert serves(tf32, CONTRACT.HOPPER, along, CONTRACT.WHOLE) == "`wgmma`"
+    assert serves(tf32, CONTRACT.HOPPER, along, Problem(16, 65536, 4099)) == "`mma.sync`"
+    assert serves(tf32, CONTRACT.AMPERE, along, CONTRACT.WHOLE) == "`mma.sync`"
+    assert serves(int8, CONTRACT.HOPPER, ("row", "row"), CONTRACT.WHOLE) == "`wgmma` of copies"
+    assert serves(int8, CONTRACT.AMPERE, ("row", "row"), CONTRACT.WHOLE) == "refused"
+    assert CONTRACT.instructions(tf32.mma, CONTRACT.HOPPER) == "`wgmma` m64nNk8; `mma.sync` m16n8k8"
+    assert CONTRACT.instructions(tf32.mma, CONTRACT.AMPERE) == "`mma.sync` m16n8k8"
+
+
+def test_of_two_results_the_first_counts_and_other_layouts_do_not(tmp_path):
+    def row(case, m, tflops, ratio):
+        return {"case": case, "m": m, "n": 64, "k": 64, "tflops": tflops, "ratio_to_best_peer": ratio}
+
+    first = [row("f64 plain row,col", 64, 50.0, 1.0), row("f64 plain row,row", 64, 60.0, 0.1)]
+    second = [row("f64 plain row,col", 64, 61.0, 9.0), row("f64 bias_relu row,col", 64, 31.0, 0.25)]
+    paths = [tmp_path / "a.json", tmp_path / "none.json", tmp_path / "b.json"]
+    for path, rows in ((paths[0], first), (paths[2], second)):
+        path.write_text(json.dumps({"rows": rows}))
+    lines = CONTRACT.contract(CONTRACT.read(paths)).splitlines()
+    assert lines[-1].endswith("| 62 TFLOP/s | 50, 81% | 0.50 (2) | 0.25 |")
+    assert lines[-2].endswith("| – | – | – |")

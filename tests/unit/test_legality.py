@@ -170,6 +170,7 @@ FP64 = {"a": "f64.row", "b": "f64.col", "d": "f64.row", "instruction": Instructi
 FP64 |= {"threadblock": (64, 64, 16), "warp": (32, 32, 16), "target": "sm_90"}
 TF32X3 = {"a": "tf32x3.row", "b": "tf32x3.col", "instruction": InstructionShape(16, 8, 8), "stages": 3}
 TF32X3 |= {"threadblock": (128, 128, 16), "warp": (64, 32, 16)}
+FP64_OF_32 = FP64 | {"instruction": InstructionShape(16, 8, 16), "threadblock": (64, 64, 32), "warp": (32, 32, 32)}
 FP64_OF_SM80 = {**FP64, "instruction": InstructionShape(8, 8, 4)}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 OF_K = {"a": "bf16.col", "b": "bf16.row", "form": "ragged_k"}
@@ -371,11 +372,17 @@ NEIGHBOURS = [
     ("two_stages", sm80(**TF32, stages=3), sm80(**TF32, stages=2)),
     ("two_stages", sm80(**INT8), sm80(**INT8 | {"stages": 2})),
     ("whole_sums", sm80(**INT8), sm80(**INT8, stream_k=True)),
-    ("whole_sums", sm80(**FP64), sm80(**FP64, stream_k=True)),
     ("two_stages", sm80(**FP64), sm80(**FP64 | {"stages": 2})),
     ("instruction", sm80(**FP64), sm80(**FP64 | {"target": "sm_80"})),
     ("instruction", sm80(**FP64_OF_SM80 | {"target": "sm_80"}), sm80(**FP64 | {"target": "sm_86"})),
-    ("k_extent", sm80(**FP64), sm80(**FP64 | {"threadblock": (64, 64, 32), "warp": (32, 32, 32)})),
+    ("k_extent", sm80(**FP64_OF_32), sm80(**FP64 | {"threadblock": (64, 64, 64), "warp": (32, 32, 64)})),
+    ("stream_k_registers", sm80(**FP64_OF_32), sm80(**FP64_OF_32, stream_k=True)),
+    ("k_steps", sm80(**FP64_OF_32), sm80(**FP64 | {"instruction": InstructionShape(16, 8, 16)})),
+    (
+        "warp_accumulators",
+        sm80(**FP64 | {"instruction": InstructionShape(16, 8, 8)}),
+        sm80(**FP64 | {"instruction": InstructionShape(16, 8, 8), "threadblock": (64, 128, 16), "warp": (32, 64, 16)}),
+    ),
     ("warp_tile", sm80(**FP64), sm80(**FP64 | {"threadblock": (32, 32, 16), "warp": (32, 8, 16)})),
     ("warps", sm80(**FP64), sm80(**FP64 | {"threadblock": (32, 32, 16)})),
     ("warp_accumulators", sm80(**FP64), sm80(**FP64 | {"threadblock": (128, 128, 16), "warp": (64, 64, 16)})),

@@ -1,8 +1,11 @@
 """The cost model of Sm80 kernels against its sweep, and the space that it ranks."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from signatures import A100, H100, signature
 
 from cutlass_ops.base import arch
@@ -19,6 +22,7 @@ from tests.sampling import sampled
 from tests.scripts import BENCHMARKS, script
 
 fit_sm80 = script("fit_sm80")
+sweep_fp64 = script("sweep_fp64")
 
 ODD = Problem(64, 4096, 4097)
 
@@ -44,8 +48,8 @@ def test_the_first_ones_hold_the_fastest(sweep, count, mean, worst):
 def test_the_kernels_of_choice_serve_nearly_as_well_as_all(sweep, alignment, kernels):
     losses = [
         math.log(min(times[c] for c in kernels if c in times) / min(times.values()))
-        for (its, _), times in sweep.items()
-        if its == alignment
+        for place, times in sweep.items()
+        if place.alignment == alignment
     ]
     assert len(losses) >= 16
     assert sum(losses) / len(losses) < 0.01
@@ -125,3 +129,45 @@ def test_every_swizzle_is_an_order_of_tiles():
     assert not config.stream_k
     assert [o.swizzle for o in kind_of(config).orders(config, ODD, H100)] == [1, 2, 4, 8]
     assert kind_of(space_sm80.UNTUNED_UNALIGNED[0]).orders(space_sm80.UNTUNED_UNALIGNED[0], ODD, H100) == []
+
+
+# ---- FP64 ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_of_fp64_has_what_calls_choose_from():
+    for majors in sweep_fp64.MAJORS:
+        configs = [spec.config for spec in sweep_fp64.specs(majors, H100)]
+        assert {c.instruction.k for c in set(sweep_fp64.configs()) - set(configs) if c.stream_k} == {16}
+        assert set(configs) > set(space_sm80.UNTUNED_FP64)
+    assert {c.instruction.k for c in configs} == {4, 8, 16}
+
+
+@pytest.mark.parametrize("majors", sweep_fp64.MAJORS)
+def test_the_sweep_of_fp64_checks_results(majors):
+    a, b, out = sweep_fp64.draw(5, 7, 33, majors, "cpu")
+    assert (a.stride(1) == 1, b.stride(1) == 1) == tuple(major == "row" for major in majors.split(","))
+    sweep_fp64.checked({"mm": lambda a, b, out: torch.mm(a, b, out=out)}, a, b, out)
+    for wrong in (lambda a, b, out: torch.mm(a, b, out=out).mul_(1 + 1e-12), lambda a, b, out: None):
+        with pytest.raises(AssertionError, match="wrong is wrong at 5x7x33"):
+            sweep_fp64.checked({"wrong": wrong}, a, b, out)
+
+
+def test_costs_of_fp64_are_fitted_to_kernels_that_the_model_knows(tmp_path):
+    """Times by other costs are predicted better after the fit; kernels of other instructions do not count."""
+    truth = replace(model_sm80.H100_FP64, products=180.0, adding_up=6.0)
+    rows = []
+    for m, n, k in sweep_fp64.problems([32, 256, 1024]):
+        place = fit_sm80.Place(2, Problem(m, n, k), 8)
+        times = fit_sm80.predicted(place, sweep_fp64.configs(), truth)
+        found = {c.slug: us / 1e3 * (1 if c.instruction.k == 4 else 0.5) for c, us in times.items()}
+        rows.append({"alignment": 2, "element_bytes": 8, "m": m, "n": n, "k": k, "peer_ms": 1.0, "times": found})
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps({"rows": rows}))
+    every = fit_sm80.read(path)
+    known = fit_sm80.known(every)
+    assert {str(c.instruction) for times in known.values() for c in times} == {"16x8x4"}
+    slower = fit_sm80.by_instruction(every)
+    assert slower["16x8x4"] > 1.3
+    fitted = fit_sm80.fit(known, model_sm80.H100_FP64, 300)
+    assert fit_sm80.loss(known, truth) < 1e-12
+    assert fit_sm80.loss(known, fitted) < 0.2 * fit_sm80.loss(known, model_sm80.H100_FP64)

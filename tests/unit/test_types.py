@@ -771,7 +771,7 @@ def test_fp64_is_a_row_of_the_table():
         (f64,),
     )
     assert found.shapes_on((8, 0)) == found.shapes_on((8, 9)) == ((8, 8, 4),)
-    assert found.shapes_on((9, 0)) == ((16, 8, 4), (8, 8, 4))
+    assert found.shapes_on((9, 0)) == ((16, 8, 4), (16, 8, 8), (16, 8, 16), (8, 8, 4))
     assert element_named("float64", (f64,)) is element_named("double", (f64,)) is f64
     with pytest.raises(ValueError, match="'f64' is not supported here"):
         element_named("f64")
@@ -951,9 +951,19 @@ def test_batches_of_fp64_and_their_space():
     of = signature_of(call, H100)
     assert dispatch.decide(of, H100, call.problem).specs[0].a.dtype is f64
     every = space.sm80_configurations(signature("f64"), H100)
-    assert {str(c.instruction) for c in every} == {"16x8x4", "8x8x4"}
-    assert {c.threadblock.k for c in every} == {16}
+    assert {str(c.instruction) for c in every} == {"16x8x4", "16x8x8", "16x8x16", "8x8x4"}
+    assert {(c.threadblock.k, c.instruction.k) for c in every} == {(16, 4), (16, 8), (32, 4), (32, 8), (32, 16)}
+    assert {(c.warp.m, c.warp.n) for c in every if c.instruction.k > 4} == {(32, 32)}
+    assert {str(c.instruction) for c in every if c.stream_k} == {"16x8x4", "16x8x8", "8x8x4"}
+    assert not any(spec.config.stream_k for spec in dispatch.decide(of, H100, call.problem).specs)
     assert {str(c.instruction) for c in space.sm80_configurations(signature("f64", device=A100), A100)} == {"8x8x4"}
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("problem", [(32, 4096, 4096), (4096, 32, 4096), (1, 4096, 4096), (256, 256, 100_000)])
+def test_blocks_share_tiles_of_fp64_where_these_are_few(device, problem):
+    decision = dispatch.decide(signature("f64", device=device, problem=problem), device, Problem(*problem))
+    assert decision.config.stream_k
 
 
 @pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
@@ -984,6 +994,27 @@ def test_sources_of_fp64():
     )
     assert co.KernelSpec.from_json(spec.to_json()) == spec
     assert "doubles.h" not in co.source(co.KernelSpec(**INT8_TYPES, epilogue=relu_bias, config=INT8_CONFIG))
+
+
+def test_flags_of_blocks_that_share_k_are_in_standing_memory_in_fp64():
+    """Kernels of other types, whose flags are cleared before each launch, keep their sources and keys."""
+
+    def text(types, config, target):
+        spec = co.KernelSpec(**types, epilogue=relu_bias, config=config, target=target)
+        assert legality.check(spec) == ()
+        return co.source(spec)
+
+    doubles = {"a": "f64.row", "b": "f64.col", "d": "f64.row"}
+    config = sm80(16, instruction=(16, 8, 4), tile=(64, 64), warp=(32, 32))
+    divided = text(doubles, replace(config, stream_k=True), "sm_90")
+    assert '#include "cutlass_ops/sm80_standing.h"' in divided
+    assert "sm80::StandingFlags<typename cutlass::gemm::kernel::DefaultGemmWithVisitor<" in divided
+    tf32x3 = sm80(16, instruction=(16, 8, 8), tile=(64, 64), warp=(32, 32))
+    for each in (
+        text(doubles, config, "sm_90"),
+        text({"a": "tf32x3.row", "b": "tf32x3.col", "d": "f32.row"}, replace(tf32x3, stream_k=True), "sm_90"),
+    ):
+        assert "tanding" not in each
 
 
 INT8_TYPES = {"a": "i8.row", "b": "i8.col", "d": "bf16.row"}

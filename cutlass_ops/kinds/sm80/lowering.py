@@ -19,6 +19,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED, REDUCTIONS
 from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.kinds.serving import by_several_fours
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
+        "several_fours": by_several_fours(mma, i.k),
+        # Kernels of other types had a memset before each launch when this came, and keep their keys.
+        "standing_flags": config.stream_k and mma.accumulator is f64,
         "stages": config.stages,
         "swizzle": _swizzle(spec, config),
         "swap_ab": swapped(spec),

@@ -69,6 +69,15 @@ class Costs:
 
 
 H100 = Costs()
+# Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
+# H100 has a fifth of the products that it has of 16 bits. Copies are of 8 bytes; 50 a nanosecond are a guess between
+# 38 that a kernel has had (64 x 128 tiles, `benchmarks/results/types_all_h200.json`) and 67 of 16 bits. Nothing else
+# is known of FP64 yet: `benchmarks/sweep_fp64.py` measures, and `fit_sm80.py` fits these costs to it.
+_FP64 = 8
+# With one block a multiprocessor, CUTLASS has a tile's blocks add up in turn. Up to so many count as adding up beside
+# each other.
+_BESIDE = 4
+H100_FP64 = replace(H100, products=H100.products / 5, adding_up=2 * H100.adding_up, wide_loads=12.5)
 # Microseconds that a call spares the host, and that the GPU would wait for, if its kernel reads misaligned operands as
 # they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
 # counts: back to back, small problems took 0.3 to 0.45 of the model's times, which are fitted to larger ones. It counts
@@ -82,9 +91,6 @@ _16_BITS = (2, 2)
 # part of its work, the mean of `benchmarks/results/types_h200.json` comes out, of problems that memory does not bound.
 # It was measured on Hopper, where these kernels are compared with those of wgmma that copy operands.
 _RATE_OF_TF32, _SHARE_OF_TF32 = 0.5, 0.69
-# Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
-# H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.
-_FP64, _SLOWER = 8, 5.0
 
 
 def predict(
@@ -92,7 +98,7 @@ def predict(
     problem: Problem,
     multiprocessors: int,
     alignment: int = 8,
-    costs: Costs = H100,
+    costs: Costs | None = None,
     widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
     rate: float = 1.0,
@@ -134,7 +140,7 @@ def times(
     problems: Problems,
     multiprocessors: int,
     alignment: int = 8,
-    costs: Costs = H100,
+    costs: Costs | None = None,
     widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
     rate: float = 1.0,
@@ -152,27 +158,30 @@ def times(
         Number of SMs.
     alignment : int
         Alignment of A and B in elements: 1, 2, 4 or 8.
-    costs : Costs
-        Parameters of the chip.
+    costs : Costs, optional
+        Parameters of the chip. The default is those of an H100.
     widths : tuple of int
         Bytes of an element of A and of B, and of D.
     target : str
         Target, which limits the thread blocks on one SM.
     rate : float
-        Throughput of products relative to 16 bits; FP64 has its own.
+        Throughput of products relative to 16 bits; FP64 has costs of its own.
     work_share : float
         Part that the SMs' work really takes of what the costs say.
     """
     m, n, k, gemms = Extents.of(problems)
     tile_m, tile_n, tile_k, warp, _, stages, split = blocks_of
     element_bytes, d_bytes = widths
+    double = element_bytes == _FP64
+    costs = costs or (H100_FP64 if double else H100)
     blocks = _resident(blocks_of, costs, element_bytes, target)
     rows = np.ceil(m / tile_m)
     tiles, steps = gemms * rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
-    # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes.
+    # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes. Of FP64, one
+    # element is copied at a time.
     width = element_bytes / _16_BITS[0]
-    alignment = max(1, alignment * element_bytes // _16_BITS[0])
-    slower = _SLOWER if element_bytes == _FP64 else 1 / rate
+    alignment = max(1, (1 if double else alignment) * element_bytes // _16_BITS[0])
+    slower = 1.0 if double else 1 / rate
     compute = slower * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
     step = _soft_max(compute, width * (tile_m + tile_n) * tile_k / loads)
@@ -181,7 +190,10 @@ def times(
     slots = multiprocessors * blocks
     full_step = np.maximum(blocks * step, latency)
 
-    by_stream_k = tiles * steps / slots * full_step + costs.adding_up * 1e3 * tile_m * tile_n / 128**2
+    adding_up = costs.adding_up * 1e3 * tile_m * tile_n / 128**2
+    if double:  # else the costs were fitted without it
+        adding_up = adding_up * np.where(blocks == 1, np.maximum(1, slots / tiles / _BESIDE), 1)
+    by_stream_k = tiles * steps / slots * full_step + adding_up
     full = tiles // slots
     rest = tiles - full * slots
     last_step = np.maximum(np.ceil(rest / multiprocessors) * step, latency)
@@ -245,7 +257,7 @@ class Sm80Timer:
         widths = self.traits.element_bytes, self.traits.d_bytes
         rate, sms = self.traits.rate, device.multiprocessors
         share = _SHARE_OF_TF32 if device.has_wgmma and rate == _RATE_OF_TF32 else 1.0
-        found = times(self.blocks, problems, sms, alignment, H100, widths, target, rate, share)
+        found = times(self.blocks, problems, sms, alignment, None, widths, target, rate, share)
         if device.has_wgmma and any(self.traits.copied):
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
             spares = (self.blocks.stream_k == 0) & (Extents.of(problems).gemms == 1)

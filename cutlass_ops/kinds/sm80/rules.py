@@ -16,20 +16,22 @@ from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import doubles
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm90_serves, takes_means, whole_lines
+from cutlass_ops.kinds.serving import by_several_fours, sm90_serves, takes_means, whole_lines
 
 # Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest. Operands in two parts
-# take twice as many.
+# take twice as many, and so do those of FP64 instructions of more than four products.
 _MAX_ACCUMULATOR_SHARE = {tf32x3: 4}
-_USUAL_SHARE = 2
+_USUAL_SHARE, _SHARE_OF_SEVERAL_FOURS = 2, 4
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
 # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits;
 # mma_tensor_op_tile_iterator_sm80.h: parts of 16 elements of 64 bits.
 _SHORTEST_LINE = {16: 16, 32: 32, 64: 16}
 # gemm/threadblock/default_mma_core_sm80.h, double: a warp copies 16 x 2 elements at a time, one a lane, and multiplies
-# parts of 16 rows and 16 columns. Tiles of this K are CUTLASS's own, and with 8 warps its maps share them evenly.
-_K_OF_FP64, _SIDE_OF_FP64, _WARPS_OF_FP64 = 16, 16, (2, 8)
+# parts of 16 rows and 16 columns. With 8 warps its maps share tiles of these K evenly:
+# tests/compile/test_doubles_on_the_host.py.
+_K_OF_FP64, _SIDE_OF_FP64, _WARPS_OF_FP64 = (16, 32), 16, (2, 8)
+_SPILLS_WITH_STREAM_K = 16  # 88 bytes of a thread, at 128 x 64 x 32
 
 
 def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
@@ -100,6 +102,8 @@ def _warp_accumulators(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     each = 1 if mma is None else mma.accumulator.bytes // f32.bytes
     share = _MAX_ACCUMULATOR_SHARE.get(spec.a.dtype, _USUAL_SHARE)
+    if mma is not None and by_several_fours(mma, config.instruction.k):
+        share = _SHARE_OF_SEVERAL_FOURS
     used, limit = warp.m * warp.n * each // arch.WARP, registers // share
     if used > limit:
         # If the thread block needs all registers of an SM, smaller warp tiles do not help: more warps share them.
@@ -166,8 +170,8 @@ def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     if spec.a.dtype is f64:
-        if config.threadblock.k != _K_OF_FP64:
-            yield f"threadblock.k is {config.threadblock.k}, and a is {spec.a}: use {_K_OF_FP64}"
+        if config.threadblock.k not in _K_OF_FP64:
+            yield f"threadblock.k is {config.threadblock.k}, and a is {spec.a}: use {' or '.join(map(str, _K_OF_FP64))}"
         return
     limit = 128 // spec.a.dtype.bytes
     for operand in sides(spec):
@@ -212,9 +216,18 @@ def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 
 def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    if spec.a.dtype in (i8, f64) and config.stream_k:
+    if spec.a.dtype is i8 and config.stream_k:
         yield Broken(
-            f"a is {spec.a} and stream_k is True, and no test has added up parts of sums that are not FP32",
+            f"a is {spec.a} and stream_k is True, and no test has added up parts of sums that are whole numbers",
+            ({"stream_k": False},),
+        )
+
+
+def _stream_k_registers(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype is f64 and config.stream_k and config.instruction.k >= _SPILLS_WITH_STREAM_K:
+        yield Broken(
+            f"a is {spec.a}, instruction is {config.instruction} and stream_k is True: its operands and what stream-K "
+            f"keeps of a block's share take more registers than a thread has",
             ({"stream_k": False},),
         )
 
@@ -308,6 +321,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("cp_async", "hardware", _cp_async),
     Rule("two_stages", "compiler", _two_stages),
     Rule("whole_sums", "policy", _whole_sums),
+    Rule("stream_k_registers", "policy", _stream_k_registers),
     Rule("whole_lines", "policy", _whole_lines),
     Rule("fp64_epilogue", "policy", _doubles),
     Rule("means_of_rows", "policy", _means),

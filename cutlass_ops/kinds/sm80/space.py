@@ -16,7 +16,8 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 
 _SIDES = (32, 64, 128, 256)
-_TILES_K_BYTES = (64, 128)
+_TILES_K_BYTES = {f64: (128, 256)}
+_USUAL_TILES_K_BYTES = (64, 128)
 _WARP_SIDES = (32, 64)
 _STAGES = (2, 3, 4, 5, 6)
 _WARPS = (1, 2, 4, 8)
@@ -27,8 +28,8 @@ def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_
     return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
 
 
-def _fp64(m: int, n: int, warp_m: int, warp_n: int, stages: int) -> Sm80Config:
-    return replace(_sm80(m, n, 16, warp_m, warp_n, stages), instruction=InstructionShape(16, 8, 4))
+def _fp64(m: int, n: int, warp_m: int, warp_n: int, stages: int, stream_k: bool = False) -> Sm80Config:
+    return replace(_sm80(m, n, 16, warp_m, warp_n, stages, stream_k), instruction=InstructionShape(16, 8, 4))
 
 
 # Choices without a tuning table: the set that loses least in benchmarks/results/sweep_sm80_h100.json, where operands
@@ -46,10 +47,13 @@ UNTUNED_UNALIGNED = (
 )
 
 
-# FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684).
+# FP64: tiles of CUTLASS's own library (generator.py, GenerateSM90_TensorOp_1684). Those for few rows, few columns or a
+# long K divide K, in four warps or more: CUTLASS's order of stream-K gives a multiprocessor one block then.
 UNTUNED_FP64 = (
-    *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 64, 32, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
+    *(_fp64(128, 128, 32, 64, 3), _fp64(128, 128, 32, 64, 4), _fp64(64, 128, 32, 64, 4), _fp64(128, 64, 64, 32, 4)),
     *(_fp64(64, 64, 32, 32, 4), _fp64(32, 64, 32, 32, 5), _fp64(32, 128, 32, 32, 4)),
+    *(_fp64(32, 128, 32, 32, 5, True), _fp64(128, 32, 32, 32, 5, True), _fp64(64, 64, 32, 32, 5, True)),
+    *(_fp64(64, 128, 32, 32, 4, True), _fp64(128, 64, 32, 32, 4, True), _fp64(128, 128, 32, 64, 4, True)),
 )
 
 
@@ -62,17 +66,18 @@ def untuned(signature: OpSignature) -> tuple[Sm80Config, ...]:
 
 def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
     """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
-    tiles_k = [k // signature.a.dtype.bytes for k in _TILES_K_BYTES]
+    dtype = signature.a.dtype
+    tiles_k = [k // dtype.bytes for k in _TILES_K_BYTES.get(dtype, _USUAL_TILES_K_BYTES)]
     instruction, *others = _instructions(signature)
-    others = others if signature.a.dtype is f64 else []  # fewer products at a time are worth trying of FP64 only
+    others = others if dtype is f64 else []  # more or fewer products at a time are worth trying of FP64 only
     for m, n, k, stages in product(_SIDES, _SIDES, tiles_k, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
             tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
             config = Sm80Config(tile, warp, instruction, stages=stages)
             if config.warps in _WARPS:
-                yield config
-                yield replace(config, stream_k=True)
-                yield from (replace(config, instruction=other) for other in others)
+                for each in (config, *(replace(config, instruction=other) for other in others)):
+                    yield each
+                    yield replace(each, stream_k=True)
 
 
 def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
@@ -100,7 +105,7 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
         )
     if signature.a.dtype is tf32x3 and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
         config = replace(config, warp=replace(config.warp, n=config.warp.n // 2))
-    whole = signature.form == BATCHED or signature.a.dtype in (i8, f64)
+    whole = signature.form == BATCHED or signature.a.dtype is i8
     config = replace(config, stream_k=False) if whole else config
     yield config
     if signature.a.dtype is f64:

@@ -1,0 +1,171 @@
+"""Writes the contract by type of docs/types.md: what each type takes, which instruction multiplies it, and how fast.
+
+    python benchmarks/types_contract.py            # prints it
+    python benchmarks/types_contract.py --write    # writes it
+
+What is taken and what multiplies it is asked of the library: its table of instructions, and the choice of a kernel for
+a large problem in each layout. Rates are those of committed results of `bench_types.py`; if several have a row, the
+first one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import harness
+import torch
+from over_k import ROOT, Row, insert, table
+
+from cutlass_ops.base.dtypes import DType, f64, i8, tf32, tf32x3
+from cutlass_ops.base.mma import MmaSpec, mma_of
+from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.chips import CHIPS, Chip
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spec import Major
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.tuner.tuning import signature_at
+
+SCRIPT, DOCUMENT, PART = "benchmarks/types_contract.py", ROOT / "docs" / "types.md", "contract by type"
+RESULTS = tuple(ROOT / "benchmarks" / "results" / f"types{name}_h200.json" for name in ("", "_fp64", "_all"))
+HOPPER, AMPERE = CHIPS["NVIDIA H200"], CHIPS["NVIDIA A100-SXM4-80GB"]
+LAYOUTS: tuple[tuple[Major, Major], ...] = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
+# Problems whose lines begin at multiples of 16 bytes, and do not.
+WHOLE, ODD = Problem(4096, 4096, 4096), Problem(4095, 4093, 4097)
+
+
+@dataclass(frozen=True)
+class Type:
+    """A type of A and B, and what the results call it.
+
+    Attributes
+    ----------
+    title : str
+        Its name in the document.
+    dtype : DType
+        The type.
+    cases : str
+        How its cases begin in results of `bench_types.py`.
+    """
+
+    title: str
+    dtype: DType
+    cases: str
+
+    @property
+    def mma(self) -> MmaSpec:
+        """Its row in the table of instructions."""
+        found = mma_of(self.dtype, self.dtype)
+        assert found is not None
+        return found
+
+
+TYPES = (
+    Type("INT8", i8, "i8"),
+    Type("TF32", tf32, "tf32"),
+    Type("3xTF32", tf32x3, "3xtf32"),
+    Type("FP64", f64, "f64"),
+)
+
+
+def serves(of: Type, chip: Chip, majors: tuple[Major, Major], problem: Problem) -> str:
+    """Return what multiplies operands of a layout, without an epilogue."""
+    out = getattr(torch, of.mma.result.torch_name)
+    signature = signature_at(builtin.identity.graph, problem, of.dtype.name, *majors, out, chip.device)
+    decision = dispatch.decide(signature, chip.device, problem)
+    if decision is None:
+        return "refused"
+    config = decision.config
+    unit = "`wgmma`" if config.wgmma else "`mma.sync`"
+    return f"{unit} of copies" if config.copies else unit
+
+
+def layouts(chip: Chip) -> str:
+    """Return the table of what multiplies each layout on a chip."""
+    header = ["", *(f"{a}, {b}" for a, b in LAYOUTS), "row, col; odd lines", "row, row; odd lines"]
+    asked = [(majors, WHOLE) for majors in LAYOUTS] + [(LAYOUTS[0], ODD), (LAYOUTS[1], ODD)]
+    rows = [[of.title, *(serves(of, chip, *each) for each in asked)] for of in TYPES]
+    return table(header, rows)
+
+
+def instructions(mma: MmaSpec, chip: Chip) -> str:
+    """Return the instructions of a pair of types on a chip, as PTX names them."""
+    shapes = [f"m{m}n{n}k{k}" for m, n, k in mma.shapes_on(chip.capability)]
+    found = [f"`mma.sync` {', '.join(shapes)}"] if shapes else []
+    if mma.wgmma_opcode and chip.device.has_wgmma:
+        found.insert(0, f"`wgmma` m64nN{mma.wgmma_types.partition('.')[0]}")
+    return "; ".join(found)
+
+
+def read(paths: Sequence[Path] = RESULTS) -> list[Row]:
+    """Return the rows of results, of each case and problem the first."""
+    found: dict[tuple[str, int, int, int], Row] = {}
+    for path in paths:
+        if path.exists():
+            for row in json.loads(path.read_text())["rows"]:
+                found.setdefault((row["case"], row["m"], row["n"], row["k"]), row)
+    return list(found.values())
+
+
+def contract(rows: Sequence[Row]) -> str:
+    """Return the table of what each type takes and reaches."""
+    header = ("", "Hopper", "Ampere, Ada", "Peak of an H200", "Most measured", "Against PyTorch", "Worst")
+    lines = []
+    for of in TYPES:
+        mine = [row for row in rows if row["case"].startswith(f"{of.cases} ") and row["case"].endswith(" row,col")]
+        best = max((row["tflops"] for row in mine), default=None)
+        ratios = [row["ratio_to_best_peer"] for row in mine]
+        peak = of.mma.rate * HOPPER.tflops
+        unit = "TOP/s" if of.dtype is i8 else "TFLOP/s"
+        lines.append(
+            (
+                of.title,
+                instructions(of.mma, HOPPER),
+                instructions(of.mma, AMPERE),
+                f"{peak:.0f} {unit}",
+                "–" if best is None else f"{best:.0f}, {best / peak:.0%}",
+                f"{harness.geomean(ratios):.2f} ({len(ratios)})" if ratios else "–",
+                f"{min(ratios):.2f}" if ratios else "–",
+            )
+        )
+    return table(header, lines)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Return the part of the document."""
+    return f"""{contract(rows)}
+
+The peak is BF16's, by the relative rates of the instructions. The rest is of `benchmarks/bench_types.py` on an H200,
+with A and B along K: the highest rate, also as a part of the peak, and the speed-up over the fastest of PyTorch's ways,
+as the geometric mean over cases and shapes (their number in brackets) and the worst of them.
+
+M, N and K are any, also 0. A and B are row- or column-major. What multiplies them at M = N = K = 4096 on Hopper, where
+lines begin at multiples of 16 bytes, and in the last two columns of an element only:
+
+{layouts(HOPPER)}
+
+On Ampere and Ada:
+
+{layouts(AMPERE)}"""
+
+
+def written() -> str:
+    """Return the document as it should be."""
+    return insert(DOCUMENT.read_text(), PART, text(read()), SCRIPT)
+
+
+def main() -> None:
+    """Print the part, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/types.md")
+    if parser.parse_args().write:
+        DOCUMENT.write_text(written())
+    else:
+        print(text(read()))
+
+
+if __name__ == "__main__":
+    main()
