@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, reference
+from cutlass_ops.run import batches, reference, traced
 from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
@@ -90,17 +90,21 @@ class Forward(NamedTuple):
         What runs: the same op, or one with a few outputs more.
     saving : Saving
         What it stores.
+    hooked : bool
+        Whether what it stores passes through hooks of saved tensors, which may keep it.
     """
 
     called: Portable
     runs: Portable
     saving: Saving
+    hooked: bool
 
     @classmethod
     def of(cls, called: Portable, wrt: frozenset[str], dtype: torch.dtype, *, store: bool) -> Forward:
         """Return how a call is recorded, for the gradients of the accumulator, of products and of the inputs `wrt`."""
         found = saving(called.graph, wrt, store=store, narrow=dtype is torch.float16)
-        return cls(called, called if found.runs == called.graph else called.of(found.runs), found)
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return cls(called, called if found.runs == called.graph else called.of(found.runs), found, hooked)
 
     def run(
         self, a: Tensor, b: Tensor, values: Values, out_dtype: torch.dtype | None
@@ -130,6 +134,27 @@ class Forward(NamedTuple):
             return _vjp(graph, wrt, frozenset(of), frozenset(kept))
         except ConfigError as error:
             raise NotImplementedError(f"{self.called!r} has no gradient: {error}") from None
+
+    def spent(self, kept: Mapping[str, Tensor]) -> frozenset[int]:
+        """Return the addresses of what is kept for a backward that runs now, and for nothing else.
+
+        What the op returned is the caller's, and a graph that is retained has another backward.
+        """
+        if self.hooked or torch._C._autograd._get_current_graph_task_keep_graph() or traced.is_watched():
+            return frozenset()
+        returned = {o.name for o in self.called.graph.outputs}
+        own = [x for name, x in kept.items() if name not in returned and not traced.is_special(x)]
+        return frozenset(x.data_ptr() for x in own)
+
+
+def saved_of(ctx: Any) -> list[Tensor]:
+    """Return what a forward saved. Autograd lets it go, unless the graph is retained: the list has the only references.
+
+    Otherwise it would lie there until the node's whole backward is done.
+    """
+    saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return saved
 
 
 # ---- Gradients that are added where they belong ----------------------------------------------------------------------
@@ -188,7 +213,15 @@ def refuse_main_grads(into: Mapping[str, Tensor | None]) -> None:
 
 
 class Step:
-    """The backward of one call: its operands, and the ops that it makes calls of."""
+    """The backward of one call: its operands, and the ops that it makes calls of.
+
+    Attributes
+    ----------
+    spent : collection of int
+        The addresses of tiles that nothing reads after the one op that reads them: it may write its results there.
+    """
+
+    spent: Collection[int] = ()
 
     def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
         self.called, self.a, self.b, self.values = called, a, b, values
@@ -200,7 +233,17 @@ class Step:
 
     def run(self, graph: Graph, a: Tensor, b: Tensor, *inputs: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Run the op of a graph."""
-        return self.called.of(graph).as_list(a, b, *inputs, out_dtype=dtype or self.a.dtype)
+        dtype = dtype or self.a.dtype
+        return self.called.of(graph).as_list(a, b, *inputs, out_dtype=dtype, **self.over(graph, inputs, dtype))
+
+    def over(self, graph: Graph, inputs: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Return the `out` of a call whose results overwrite those of its inputs that are spent, if there are any."""
+        if not self.spent:
+            return {}
+        pairs = zip(graph.inputs, inputs, strict=True)
+        tiles = [x for i, x in pairs if i.kind is Kind.TILE and x.data_ptr() in self.spent and x.dtype == dtype]
+        outputs = [o.name for o in graph.outputs if o.reduce is None and not graph.stored_type(o)]
+        return {"out": dict(zip(outputs, tiles, strict=False))} if tiles else {}
 
     def product(self, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a @ b."""
@@ -375,22 +418,38 @@ class Step:
             total = total + a * (square[..., None] * (2.0 / k))
         return total.to(self.a.dtype)
 
-    def of_inputs(
+    def of_operands(
         self,
-        leaves: Mapping[str, Tensor],
+        leaves: dict[str, Tensor],
         tensors: Mapping[str, Tensor],
         wrt: frozenset[str],
         into: Mapping[str, Tensor | None],
+        *,
+        a: bool,
+        b: bool,
     ) -> list[Tensor | None]:
-        """Return the gradients of the epilogue's tensors."""
-        found: list[Tensor | None] = []
-        for name, x in tensors.items():
-            gradient = leaves.get(name) if name in wrt else None
-            if name in self.weights and gradient is not None:
-                found.append(self.of_weight(gradient, x, into.get(name)))
-            else:
-                found.append(None if gradient is None else self.alike(name, gradient, x))
-        return found
+        """Return the gradients of A and B, if they are wanted, and of the epilogue's tensors: None if there is none.
+
+        The order is one in which few tiles are there at once. What is no product comes first. Of several products, each
+        gradient is let go when that of its weight is there. With one, the weight's gradient is first: a GEMM with few
+        tiles and long sums, whose kernel may need a workspace.
+        """
+        found: dict[str, Tensor | None] = {}
+        inputs = [name for name in tensors if name in wrt and name in leaves]
+        for name in inputs:
+            if name not in self.weights:
+                found[name] = self.alike(name, leaves.pop(name), tensors[name])
+        several = len(self.weights) > 1
+        of_a = self.of_a(leaves) if a and several else None
+        wanted_weights = {ACC: self.b} if b else {}
+        wanted_weights |= {name: tensors[name] for name in inputs if name in self.weights}
+        for name, weight in wanted_weights.items():
+            found[name] = self.of_weight(leaves.get(name), weight, into.get("b" if name == ACC else name))
+            if several:
+                leaves.pop(name, None)
+        if a and not several:
+            of_a = self.of_a(leaves)
+        return [of_a, found.get(ACC), *map(found.get, tensors)]
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         """Return an input's gradient in the input's shape."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import traced
-from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, wanted
+from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
 from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
@@ -158,32 +158,36 @@ class _Chained(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
         pair, count = ctx.pair, ctx.count
-        a, b1, b2, between, *others = ctx.saved_tensors
+        a, b1, b2, between, *others = saved_of(ctx)
         total = count + len(pair.second.called.graph.inputs)
         inputs, kept = others[:total], dict(zip(pair.first.saving.kept, others[total:], strict=True))
-        first, second = (
-            _named(pair.first.called.graph, inputs[:count]),
-            _named(pair.second.called.graph, inputs[count:]),
-        )
+        del others
         if torch.is_grad_enabled():
             refuse_main_grads(ctx.into)
             again = _again(pair, a, b1, b2, inputs, grad, ctx)  # type: ignore[no-untyped-call]
             return None, None, *again
+        first, second = (
+            _named(pair.first.called.graph, inputs[:count]),
+            _named(pair.second.called.graph, inputs[count:]),
+        )
         with traced.without_autocast(a.device):
             grad = grad.contiguous()
+            needs_a, needs_b1, needs_b2 = ctx.needs_input_grad[2:5]
             after = Step(pair.second.called, between, b2, second)
-            leaves2 = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
+            leaves = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
+            of_d = leaves[ACC]
+            # What only the second op's gradients read, D of the first, is let go before the first one's are there.
+            into = {"b": ctx.into.get("b2")}
+            _, *of_second = after.of_operands(leaves, second, pair.wrt2, into, a=False, b=needs_b2)
+            del after, between, leaves
             before = Step(pair.first.called, a, b1, first)
+            before.spent = pair.first.spent(kept)
             found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
-            leaves1 = before.gradients_behind(found, leaves2[ACC], b2.t(), kept)
-            return (
-                *(None, None),
-                before.of_a(leaves1) if ctx.needs_input_grad[2] else None,
-                before.of_weight(leaves1.get(ACC), b1, ctx.into.get("b1")) if ctx.needs_input_grad[3] else None,
-                after.of_weight(leaves2.get(ACC), b2, ctx.into.get("b2")) if ctx.needs_input_grad[4] else None,
-                *before.of_inputs(leaves1, first, pair.wrt1, ctx.into),
-                *after.of_inputs(leaves2, second, pair.wrt2, ctx.into),
-            )
+            leaves = before.gradients_behind(found, of_d, b2.t(), kept)
+            kept.clear()
+            into = ctx.into | {"b": ctx.into.get("b1")}
+            of_a, of_b1, *of_first = before.of_operands(leaves, first, pair.wrt1, into, a=needs_a, b=needs_b1)
+            return None, None, of_a, of_b1, of_second[0], *of_first, *of_second[1:]
 
 
 def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

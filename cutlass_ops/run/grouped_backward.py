@@ -114,7 +114,8 @@ class GroupedStep(Step):
         """Run the op of a graph for all rows together."""
         from cutlass_ops.run.ops import op_of_graph  # late: it is of kernels alone
 
-        return op_of_graph(graph).as_list(a, b, *inputs, out_dtype=self.a.dtype)
+        dtype = self.a.dtype
+        return op_of_graph(graph).as_list(a, b, *inputs, out_dtype=dtype, **self.over(graph, inputs, dtype))
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         """Return an input's gradient in the input's shape."""

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import grouped_backward, traced
-from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, step_of, wanted
+from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, saved_of, step_of, wanted
 from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
@@ -121,10 +120,11 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        a, b, *others = ctx.saved_tensors
+        a, b, *tensors = saved_of(ctx)
         call, count = ctx.call, len(ctx.call.names)
-        graph, tensors = call.called.graph, others[:count]
-        kept = dict(zip(ctx.forward.saving.kept, others[count:], strict=True))
+        graph = call.called.graph
+        kept = dict(zip(ctx.forward.saving.kept, tensors[count:], strict=True))
+        del tensors[count:]
         if torch.is_grad_enabled():
             # The gradients are differentiated again: what only this node knows is no function of A and B to autograd.
             kept = {o.name: kept[o.name] for o in ctx.forward.saving.placed.outputs if o.name in kept}
@@ -137,11 +137,13 @@ class _Recorded(torch.autograd.Function):
         with traced.without_autocast(a.device):
             of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
             step = of_call(call.called, a, b, call.values(tensors))
+            step.spent = ctx.forward.spent(kept)
             leaves = step.gradients(found, of, kept)
-            grad_a = step.of_a(leaves) if ctx.needs_input_grad[1] else None
-            grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None
+            of.clear()
+            kept.clear()
             named = dict(zip(call.names, tensors, strict=True))
-            return None, grad_a, grad_b, *step.of_inputs(leaves, named, ctx.wrt, ctx.into)
+            needs_a, needs_b = ctx.needs_input_grad[1:3]
+            return None, *step.of_operands(leaves, named, ctx.wrt, ctx.into, a=needs_a, b=needs_b)
 
 
 # ---- Kernels of a backward -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from cutlass_ops.epilogue import Row, builtin, epilogue, functions
 from cutlass_ops.run import backward
 from cutlass_ops.run.chained import chain
 from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, packaged, step
+from tests.scripts import script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +96,18 @@ def test_a_captured_step_and_further_steps(name, monkeypatch):
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("layer", ["linear_gelu", "mlp", "swiglu"])
+def test_a_step_takes_no_more_memory_than_torch_compile_s(layer):
+    torch._dynamo.reset()
+    bench = script("bench_training")
+    m, n, k = 8192, 1024, 512  # as a layer's, tiles are larger than weights
+    found = bench.variants(layer, n, k, [], device="cuda", dtype=BF16)
+    compiled = torch.compile(lambda x: found.plain(found.module, x), dynamic=False, fullgraph=True)
+    parameters, given = list(found.module.parameters()), bench.operands(layer, m, n, k, "cuda")
+    ours, theirs = (bench.peak_mib(each, parameters, *given) for each in (found.module, compiled))
+    assert ours <= theirs + 0.1, (ours, theirs)  # each is rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])

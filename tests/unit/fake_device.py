@@ -19,6 +19,9 @@ from cutlass_ops.run import call, groups, kernels, plan, serving
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tools import explaining
 
+# The name of a kernel's run in PyTorch's profiler.
+KERNEL = "a kernel of the made-up device"
+
 
 @dataclass
 class FakeDevice:
@@ -126,7 +129,8 @@ class FakeDevice:
             offsets, inputs = inputs[: len(of_form)], inputs[len(of_form) :]
             named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
             out = dict(zip(names, (d, *others), strict=True))
-            with torch.no_grad():  # a kernel sees memory, and refuses no gradient
+            # A kernel sees memory, and refuses no gradient. Its own memory here is none of a GPU's: see accounting.py.
+            with torch.no_grad(), torch.profiler.record_function(KERNEL):
                 (given,) = offsets or [None]
                 math, form = mma.math_of(spec.a.dtype), groups.form_of_call(spec.form, a)
                 call.check_call(graph, a, b, named, out, None, offsets=given, math=math, form=form).run_reference()

@@ -619,8 +619,8 @@ def test_what_a_step_launches(device):
         ("row", "col", "bias_gelu"),
         # A @ B again, with the derivative of GELU and the sums for the bias.
         ("row", "col", "bias_erf_exp_grad_d_grad_bias"),
-        ("row", "row", ""),  # dX = dY @ weight
         ("col", "row", ""),  # dW = dY.T @ X
+        ("row", "row", ""),  # dX = dY @ weight
     ]
     assert given[1].grad.is_contiguous()
 
