@@ -2,22 +2,26 @@
 
     python benchmarks/bench_training.py --out benchmarks/results/training_h100.json
     python benchmarks/bench_training.py --layers linear_gelu --shapes 4096x14336x4096 --out /tmp/r.json
-    python benchmarks/bench_training.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
+    python benchmarks/bench_training.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows and variants
 
 A step computes the layer, and the gradients of its input and of all parameters, which are BF16. `recompute` is the
 fused module under ``co.recompute()``, `ours_compiled` the fused module under torch.compile. `liger` is left out where
 it is not installed. M is the number of rows, K the layer's width, N what its first matrix gives.
 
 Each row: {"layer", "m", "n", "k", "error_over_eager", "ms": {name: ms}, "over_ours": {name: ratio and range},
-"peak_mib": {name: MiB}}. The error is the largest over the result and all gradients, in FP64. Peak memory is that of
-one step, without the parameters and inputs.
+"peak_mib": {name: MiB}, "launches": {name: number}}. The error is the largest over the result and all gradients, in
+FP64. Peak memory is that of one step, without the parameters and inputs. A step's kernels, copies and fills are its
+launches.
+
+torch.compile takes minutes for a layer. With ``--skip compile`` and ``--resume`` later, the variants that rows lack are
+measured in alternation with ours once more. So a row's ratios may be of several runs, each with its own rounds of ours;
+the milliseconds of ours are those of the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -140,10 +144,16 @@ def variants(layer: str, n: int, k: int, peers: Sequence[str], **draw: Any) -> V
         "recompute": lambda: recomputing,
         "eager": lambda: lambda x: plain(module, x),
     }
-    if layer in _LIGER and importlib.util.find_spec("liger_kernel"):
+    if layer in _LIGER:
         known["liger"] = lambda: lambda x: _LIGER[layer](module, x)
     made = {name: make() for name, make in known.items() if name in peers}
-    return Variants(module, {"ours": module, **{name: made[name] for name in peers if name in made}}, plain)
+    return Variants(module, {"ours": module, **{name: made[name] for name in peers}}, plain)
+
+
+def peers_of(layer: str, skipped: Sequence[str]) -> list[str]:
+    """Return the names of a layer's variants besides ours, as far as they are there and not to be left out."""
+    has_liger = layer in _LIGER and importlib.util.find_spec("liger_kernel") is not None
+    return [name for name in PEERS if name not in skipped and (name != "liger" or has_liger)]
 
 
 def step(layer: Layer, parameters: Sequence[Tensor], x: Tensor, grad: Tensor) -> Gradients:
@@ -180,27 +190,14 @@ def peak_mib(layer: Layer, parameters: Sequence[Tensor], x: Tensor, grad: Tensor
     """
     step(layer, parameters, x, grad)
     for _ in range(5):
-        before = _memory_at_rest()
+        before = harness.memory_at_rest()
         torch.cuda.reset_peak_memory_stats()
         step(layer, parameters, x, grad)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
-        if _memory_at_rest() == before:
+        if harness.memory_at_rest() == before:
             return round((peak - before) / 2**20, 1)
     raise RuntimeError("each of five steps left memory behind: what one takes is not known")
-
-
-def _memory_at_rest() -> int:
-    """Return the memory that is in use when no step runs.
-
-    The thread that computes gradients may hold those of its last task, until it has another one: here, a small one.
-    """
-    one = torch.ones((), device="cuda", requires_grad=True)
-    torch.autograd.grad(one * 1.0, one)
-    del one
-    torch.cuda.synchronize()
-    gc.collect()
-    return torch.cuda.memory_allocated()
 
 
 def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[str, Any]:
@@ -213,6 +210,10 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
     worst = error(found, *sets[0])
     torch.cuda.empty_cache()
     memory = {name: peak_mib(each, parameters, *sets[0]) for name, each in found.layers.items()}
+    launches = {
+        name: harness.launches(lambda each=each: step(each, parameters, *sets[0]))
+        for name, each in found.layers.items()
+    }
     runs = {name: lambda i, each=each: step(each, parameters, *sets[i % count]) for name, each in found.layers.items()}
     # Forward and two gradients multiply each weight once.
     return {
@@ -220,7 +221,19 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
         "error_over_eager": round(worst, 3),
         **harness.compare(runs, 3 * expected_us(Problem(m, max(size // k, 1), k))),
         "peak_mib": memory,
+        "launches": launches,
     }  # fmt: skip
+
+
+# What a row has for each variant, ours among them in all but the ratios.
+_OF_VARIANTS = ("ms", "over_ours", "peak_mib", "launches")
+
+
+def joined(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the variants that a later one has besides."""
+    known = {key: row.get(key, {}) for key in _OF_VARIANTS}
+    more = {key: {n: x for n, x in later[key].items() if n not in known[key]} for key in _OF_VARIANTS}
+    return {**row, **{key: {**known[key], **more[key]} for key in _OF_VARIANTS}}
 
 
 def operands(layer: str, m: int, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
@@ -259,16 +272,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     head = harness.begin()
-    rows = harness.measured(args.resume, head)
-    done = {(row["layer"], row["m"], row["n"], row["k"]) for row in rows}
+    rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}
+    for row in harness.measured(args.resume, head):
+        _add(rows, row)
     wanted = None if args.shapes is None else {tuple(map(int, shape.split("x"))) for shape in args.shapes}
     cases = [(layer, *shape) for layer in args.layers for shape in SHAPES[layer] if wanted is None or shape in wanted]
-    left = [case for case in cases if case not in done]
+    peers = {
+        case: [p for p in peers_of(case[0], args.skip) if p not in rows.get(case, {}).get("ms", ())] for case in cases
+    }
+    left = [case for case in cases if case not in rows or peers[case]]
     build_ahead(left)
+
+    def save() -> None:
+        harness.save(args.out, {**head, "rows": list(rows.values())})
+
+    save()
     for case in left:
-        rows.append(run_case(*case, [p for p in PEERS if p not in args.skip]))
-        print(rows[-1], flush=True)
-        harness.save(args.out, {**head, "rows": rows})
+        row = run_case(*case, peers[case])
+        print(row, flush=True)
+        _add(rows, row)
+        save()
+
+
+def _add(rows: dict[tuple[str, int, int, int], dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a row to those that are there, by layer and extents, or what it has besides to the one that is."""
+    case = row["layer"], row["m"], row["n"], row["k"]
+    rows[case] = joined(rows[case], row) if case in rows else row
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import itertools
 import json
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -94,6 +97,37 @@ def serve_only(specs: Iterable[KernelSpec]) -> Iterator[None]:
             os.environ.pop(env.JIT.name)
             if before is not None:
                 os.environ[env.JIT.name] = before
+
+
+def memory_at_rest() -> int:
+    """Return the bytes of PyTorch's memory on the GPU that are in use when no step of training runs.
+
+    The thread that computes gradients may let those of its last task go late, or when it has another one: it gets a
+    small one and a moment.
+    """
+    one = torch.ones((), device="cuda", requires_grad=True)
+    torch.autograd.grad(one * 1.0, one)
+    del one
+    torch.cuda.synchronize()
+    gc.collect()
+    time.sleep(0.02)
+    return torch.cuda.memory_allocated()
+
+
+def launches(run: Callable[[], object]) -> int:
+    """Return how many kernels, copies and fills the GPU runs in a call: the nodes of its CUDA graph.
+
+    The call must have run before, so that nothing is compiled while it is captured.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        run()
+    count = ctypes.c_size_t()
+    captured = ctypes.c_void_p(graph.raw_cuda_graph())
+    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(captured, None, ctypes.byref(count))
+    if status != 0:
+        raise RuntimeError(f"the driver does not tell a graph's nodes: error {status}")
+    return count.value
 
 
 def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:

@@ -8,6 +8,7 @@ are formed within a round, then the median over rounds. Variants run in graphs, 
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import platform
 import random
@@ -166,6 +167,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.reset()
     # Threads, since autotuning repeats the compilations of worker processes: 8 s per shape instead of 1.
     torch._inductor.config.compile_threads = 1
+    # Not a table of times for each GEMM, nor a trace for each candidate that does not fit: 90 KB for six layers.
+    torch._inductor.config.autotune_num_choices_displayed = 0
+    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 

@@ -5,6 +5,7 @@ import torch
 
 import cutlass_ops as co
 from tests.layers import LAYERS, tuple_of
+from tests.scripts import script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,14 +52,13 @@ def test_further_steps_compile_nothing_and_keep_no_memory(monkeypatch):
         d = co.gemm_bias_gelu(x, w.t(), bias)
         return torch.autograd.grad(d, [x, w, bias], torch.ones_like(d))
 
+    at_rest = script("harness").memory_at_rest
     first = step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = at_rest()
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     for _ in range(3):
         assert all(map(torch.equal, step(), first))
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert at_rest() == before
 
 
 def test_forward_and_backward_are_captured():

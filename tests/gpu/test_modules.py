@@ -1,7 +1,6 @@
 """Modules on a GPU: their kernels forward and backward, against PyTorch's results and gradients."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -70,32 +69,47 @@ def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
         assert (a - b).norm() <= 0.01 * b.norm()
 
 
+def require_equal(found, wanted, when):
+    """Require the same bits. No kernel of a step adds up in an order that changes."""
+    for at, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        if not torch.equal(x, y):
+            differing = (x != y) & ~(x.isnan() & y.isnan())
+            pytest.fail(
+                f"{when}: result {at} {tuple(x.shape)} differs in {int(differing.sum())} elements, first at "
+                f"{differing.nonzero()[:1].tolist()}, by at most {float((x - y).abs().max())}; "
+                f"{int(x.isnan().sum())} and {int(y.isnan().sum())} are NaN"
+            )
+
+
 @pytest.mark.parametrize("name", ["linear_gelu", "mlp", "swiglu"])
 def test_a_captured_step_and_further_steps(name, monkeypatch):
+    at_rest = script("harness").memory_at_rest
     module = made(name, BF16, "cuda")
     x = drawn(BF16, "cuda")
     wanted = step(module, module, x)
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    torch.cuda.synchronize()
-    gc.collect()  # what other tests left
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
-        assert all(map(torch.equal, step(module, module, x), wanted))
-    torch.cuda.synchronize()
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    before = at_rest()
+    for number in range(3):
+        require_equal(step(module, module, x), wanted, f"step {number + 2} after the first")
+    left = at_rest() - before
+    sizes = [x.numel() * x.element_size() for x in wanted]
+    assert left == 0, f"three steps left {left} bytes; the result and the gradients have {sizes}"
     grad = torch.linspace(-1, 1, wanted[0].numel(), device="cuda").reshape(wanted[0].shape).to(BF16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(module, module, x, grad)
+        aside = step(module, module, x, grad)
     torch.cuda.current_stream().wait_stream(stream)
+    require_equal(aside, wanted, "a step on another stream")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         found = step(module, module, x, grad)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, found, wanted))
+    for number in range(2):
+        for each in found:
+            each.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        require_equal(found, wanted, f"replay {number + 1} of the captured step")
 
 
 @pytest.mark.parametrize("layer", ["linear_gelu", "mlp", "swiglu"])

@@ -39,24 +39,64 @@ def test_a_wrong_gradient_is_found(bench):
         bench.error(found._replace(plain=lambda m, x: plain(m, x) + 0.05 * x), x, grad)
 
 
-def test_rows_that_are_there_are_kept(bench, monkeypatch, tmp_path):
+@pytest.fixture
+def ran(bench, monkeypatch):
+    """What the script measures, without a GPU: the layer, its extents, and the variants besides ours."""
     monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "1")  # so that what main() sets does not stay
     monkeypatch.setattr(bench.harness, "environment", lambda: {"chip": "none"})
-    ran, built = [], []
-    monkeypatch.setattr(bench, "build_ahead", built.extend)
-    monkeypatch.setattr(
-        bench, "run_case", lambda *case: ran.append(case) or dict(zip(("layer", "m", "n", "k"), case[:4], strict=True))
-    )
-    first, both = tmp_path / "first.json", tmp_path / "both.json"
-    script_arguments = ["bench_training", "--layers", "mlp", "--skip", "liger", "compile"]
-    monkeypatch.setattr("sys.argv", [*script_arguments, "--shapes", "4096x14336x4096", "--out", str(first)])
+    monkeypatch.setattr(bench, "build_ahead", lambda cases: None)
+    ran = []
+
+    def run_case(layer, m, n, k, peers):
+        ran.append((layer, m, n, k, peers))
+        # Each value tells the run.
+        each = dict.fromkeys(["ours", *peers], len(ran))
+        beside = {name: {"median": x} for name, x in each.items() if name != "ours"}
+        row = {"layer": layer, "m": m, "n": n, "k": k, "error_over_eager": len(ran)}
+        return {**row, "ms": each, "over_ours": beside, "peak_mib": each, "launches": each}
+
+    monkeypatch.setattr(bench, "run_case", run_case)
+    return ran
+
+
+def measured(bench, monkeypatch, out, *arguments):
+    monkeypatch.setattr("sys.argv", ["bench_training", "--layers", "mlp", *arguments, "--out", str(out)])
     bench.main()
+    return json.loads(out.read_text())["rows"]
+
+
+def test_rows_that_are_there_are_kept(bench, ran, monkeypatch, tmp_path):
+    skipped, first = ["--skip", "liger", "compile"], tmp_path / "first.json"
+    measured(bench, monkeypatch, first, *skipped, "--shapes", "4096x14336x4096")
     assert ran == [("mlp", 4096, 14336, 4096, ["recompute", "ours_compiled", "eager"])]
-    monkeypatch.setattr("sys.argv", [*script_arguments, "--resume", str(first), "--out", str(both)])
-    bench.main()
+    rows = measured(bench, monkeypatch, tmp_path / "both.json", *skipped, "--resume", str(first))
     assert [tuple(case[1:4]) for case in ran] == list(bench.SHAPES["mlp"])
-    assert [case[:4] for case in ran] == built
-    assert len(json.loads(both.read_text())["rows"]) == len(bench.SHAPES["mlp"])
+    assert [row["error_over_eager"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_a_variant_that_a_row_lacks_is_measured_beside_ours(bench, ran, monkeypatch, tmp_path):
+    shape, first = ["--shapes", "4096x14336x4096"], tmp_path / "first.json"
+    measured(bench, monkeypatch, first, *shape, "--skip", "compile", "ours_compiled")
+    (row,) = measured(bench, monkeypatch, tmp_path / "all.json", *shape, "--resume", str(first))
+    assert ran[1] == ("mlp", 4096, 14336, 4096, ["ours_compiled", "compile"])
+    assert row["error_over_eager"] == 1
+    of_runs = {"ours": 1, "recompute": 1, "eager": 1, "ours_compiled": 2, "compile": 2}
+    assert row["ms"] == row["peak_mib"] == row["launches"] == of_runs
+    assert row["over_ours"] == {name: {"median": x} for name, x in of_runs.items() if name != "ours"}
+    second = tmp_path / "second.json"
+    measured(bench, monkeypatch, second, *shape, "--skip", "recompute", "eager")
+    assert ran[2][4] == ["ours_compiled", "compile"]
+    (row,) = measured(bench, monkeypatch, tmp_path / "all.json", *shape, "--resume", str(first), str(second))
+    assert len(ran) == 3  # the two results have everything
+    assert row["ms"] == {name: 1 if x == 1 else 3 for name, x in of_runs.items()}
+
+
+def test_liger_is_a_peer_where_it_is_installed(bench, monkeypatch):
+    for spec, has in ((None, False), (object(), True)):
+        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        assert ("liger" in bench.peers_of("swiglu", [])) is has
+        assert "liger" not in bench.peers_of("mlp", [])
+        assert bench.peers_of("swiglu", [p for p in bench.PEERS if p != "eager"]) == ["eager"]
 
 
 def test_the_gemms_of_a_step_are_found_without_data(bench):
