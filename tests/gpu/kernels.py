@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from hypothesis import given, settings
 from torch import Tensor
@@ -767,8 +769,22 @@ def build(names: Iterable[str], modules: Iterable[str]) -> int:
         from tests.gpu import steps
 
         wanted += steps.specs(call.device_of(torch.device("cuda", 0)), modules)
+    if "test_parallel" in modules and torch.cuda.device_count() > 1:
+        wanted += spread(call.device_of(torch.device("cuda", 0)))
     Registry.current().kernels(dict.fromkeys(wanted))
     return len(set(wanted))
+
+
+def spread(device: Device) -> list[KernelSpec]:
+    """Kernels of processes that have a GPU each, found by as many that have none."""
+    from tests import parallel
+
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            spec
+            for name in parallel.CASES
+            for spec in parallel.together(name, 2, "gloo", Path(folder, name), pretended=device)
+        ]
 
 
 if __name__ == "__main__":

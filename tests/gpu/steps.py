@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -30,11 +30,20 @@ def _layers() -> None:
 
 def specs(device: Device, tests: Collection[str]) -> list[KernelSpec]:
     """Return the kernels that the steps of some test modules launch on a device."""
-    with pytest.MonkeyPatch.context() as patch, fake_device(patch, device) as fake:
-        patch.setattr(backward, "has_kernels", lambda a: True)
+
+    def run() -> None:
         if "test_backward" in tests:
             _layers()
         if "test_modules" in tests:
-            for run in modules.steps():
-                run()
+            for each in modules.steps():
+                each()
+
+    return noted(device, run)
+
+
+def noted(device: Device, run: Callable[[], object]) -> list[KernelSpec]:
+    """Return the kernels that something launches on a device, which it takes the CPU for."""
+    with pytest.MonkeyPatch.context() as patch, fake_device(patch, device) as fake:
+        patch.setattr(backward, "has_kernels", lambda a: True)
+        run()
         return list(fake.loaded)

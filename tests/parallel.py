@@ -1,0 +1,265 @@
+"""Modules under DDP, FSDP2 and tensor parallel, in several processes: on gloo and the CPU, and on NCCL and GPUs.
+
+Each process runs this file as a script, and in it one of :data:`CASES`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import cutlass_ops as co
+
+BF16 = torch.bfloat16
+# A fourth of each is a line of 16 bytes.
+K, HIDDEN, ROWS = 32, 64, 32
+
+
+class Place(NamedTuple):
+    """One of several processes: its number, how many there are, and its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def mesh(self) -> Any:
+        """All processes in a row."""
+        return init_device_mesh(self.device.type, (self.world,))
+
+    def model(self) -> nn.Sequential:
+        """The same model in each process."""
+        torch.manual_seed(0)
+        layers = (co.nn.MLP(K, HIDDEN), co.nn.GatedMLP(K, HIDDEN), co.nn.RMSNormLinear(K, K))
+        return nn.Sequential(*layers).to(self.device, BF16)
+
+    def data(self) -> Tensor:
+        """The same rows in each process."""
+        torch.manual_seed(1)
+        return torch.randn(ROWS, K).to(self.device, BF16)
+
+    def part(self) -> Tensor:
+        """This process's rows."""
+        return self.data().chunk(self.world)[self.rank]
+
+
+def _close(found: Tensor, exact: Tensor, allowed: float = 0.02) -> None:
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    assert whole.shape == exact.shape, (whole.shape, exact.shape)
+    assert (whole.double() - exact.double()).norm() <= allowed * exact.double().norm()
+
+
+def _backward(d: Tensor) -> None:
+    d.float().square().mean().backward()
+
+
+def ddp(place: Place) -> None:
+    """Gradients are averaged over the processes' parts of a batch."""
+    alone, spread = place.model(), DistributedDataParallel(place.model())
+    _backward(alone(place.data()))
+    _backward(spread(place.part()))
+    for p, q in zip(spread.parameters(), alone.parameters(), strict=True):
+        _close(p.grad, q.grad)
+
+
+def fsdp2(place: Place) -> None:
+    """Parameters are whole in a forward and a backward, and sharded otherwise; a step gives what one process gets."""
+    alone, spread, mesh = place.model(), place.model(), place.mesh
+    for part in spread:
+        fully_shard(part, mesh=mesh)
+    fully_shard(spread, mesh=mesh)
+    steps = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, spread)]
+    for _ in range(2):
+        _backward(alone(place.data()))
+        _backward(spread(place.part()))
+        for p, q in zip(spread.parameters(), alone.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            _close(p.grad, q.grad)
+        for step in steps:
+            step.step()
+            step.zero_grad()
+
+
+def tensor_parallel(place: Place) -> None:
+    """A column and a row linear: each process multiplies its part of both weights."""
+    mesh, world = place.mesh, place.world
+    alone = place.model()[:2]
+    with torch.no_grad():
+        for p in alone.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    spread = copy.deepcopy(alone)
+    plan = {
+        "0.fc1": ColwiseParallel(),
+        "0.fc2": RowwiseParallel(),
+        "1.gate_proj": ColwiseParallel(),
+        "1.up_proj": ColwiseParallel(),
+        "1.down_proj": RowwiseParallel(),
+    }
+    parallelize_module(spread, mesh, plan)
+    assert [p.to_local().shape for p in (spread[0].fc1.weight, spread[0].fc2.weight)] == [
+        *((HIDDEN // world, K), (K, HIDDEN // world)),
+    ]
+    results = []
+    for m in (alone, spread):
+        x = place.data().requires_grad_()
+        d = m(x)
+        _backward(d.full_tensor() if isinstance(d, DTensor) else d)
+        results.append((d, x.grad))
+    for found, wanted in zip(results[1], results[0], strict=True):
+        _close(found, wanted)
+    for p, q in zip(spread.parameters(), alone.parameters(), strict=True):
+        _close(p.grad, q.grad)
+
+
+def dtensors(place: Place) -> None:
+    """A linear layer takes and gives DTensors, with a residual, and refuses what is not one part of a product."""
+    mesh, x = place.mesh, place.data()
+    torch.manual_seed(2)
+    residual = torch.randn(ROWS, HIDDEN).to(x)
+    for placement, of_x, of_d in ((Shard(0), Replicate(), Shard(1)), (Shard(1), Shard(1), Replicate())):
+        alone = co.nn.Linear(K, HIDDEN, activation="gelu" if of_x.is_replicate() else None).to(x)
+        dist.broadcast(alone.weight.data, 0)
+        dist.broadcast(alone.bias.data, 0)
+        spread = copy.deepcopy(alone)
+        for name, where in (("weight", placement), ("bias", Shard(0) if of_x.is_replicate() else Replicate())):
+            whole = getattr(alone, name).detach()
+            setattr(spread, name, nn.Parameter(DTensor.from_local(whole, mesh).redistribute(mesh, [where])))
+        parts = (DTensor.from_local(v, mesh).redistribute(mesh, [w]) for v, w in ((x, of_x), (residual, of_d)))
+        d = spread(*parts)
+        _close(d, alone(x, residual))
+        _backward(d.full_tensor())
+        _backward(alone(x, residual))
+        _close(spread.weight.grad, alone.weight.grad)
+        _close(spread.bias.grad, alone.bias.grad)
+    _refused(lambda: co.gemm(spread.weight.data, x.t()), TypeError, "spread over several devices")
+    spread.activation = "gelu"
+    _refused(lambda: spread(x[:, : K // place.world]), NotImplementedError, "gelu needs the whole sum")
+    spread.weight = nn.Parameter(DTensor.from_local(alone.weight.detach(), mesh))
+    _refused(lambda: spread(x), NotImplementedError, "use ColwiseParallel or RowwiseParallel")
+
+
+def _refused(call: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+CASES: dict[str, Callable[[Place], None]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "tensor_parallel": tensor_parallel,
+    "dtensors": dtensors,
+}
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+def together(name: str, world: int, backend: str, folder: Path, *, seconds: float = 180, pretended: Any = None) -> Any:
+    """Run one of :data:`CASES` in several processes.
+
+    Parameters
+    ----------
+    name : str
+        The case.
+    world : int
+        How many processes there are.
+    backend : {"gloo", "nccl"}
+        gloo computes on the CPU, NCCL on a GPU for each process.
+    folder : Path
+        An empty folder, where they meet.
+    seconds : float
+        How long they may take.
+    pretended : Device, optional
+        A device that processes on the CPU take theirs for.
+
+    Returns
+    -------
+    list of KernelSpec
+        The kernels of the pretended device that the first process launched.
+
+    Raises
+    ------
+    AssertionError
+        With what they said, if one failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pretended").write_bytes(pickle.dumps(pretended))
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, name, str(rank), str(world), backend, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [each.communicate(timeout=seconds)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    assert [each.returncode for each in started] == [0] * world, "\n".join(said)
+    return pickle.loads((folder / "kernels").read_bytes())
+
+
+def _main() -> None:
+    """Run one of the cases as one of several processes."""
+    name, rank, world, backend, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+    torch.set_num_threads(1)
+    place = Place(rank, world, torch.device("cpu" if backend == "gloo" else f"cuda:{rank}"))
+    pretended = pickle.loads((folder / "pretended").read_bytes())
+    kernels: list[Any] = []
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        only_what_is_called()
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
+    if pretended is None:
+        CASES[name](place)
+    else:
+        kernels = _on(pretended, lambda: CASES[name](place))
+    dist.destroy_process_group()
+    if rank == 0:
+        (folder / "kernels").write_bytes(pickle.dumps(kernels))
+    # Now and then, threads of PyTorch's that still run abort the interpreter's end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def only_what_is_called() -> None:
+    """Have calls wait for their kernels, and compile none that other rows might need."""
+    from cutlass_ops.base import env
+    from cutlass_ops.compilation.background import Background
+
+    os.environ[env.STAND_IN.name] = "0"
+    Background.current().close()
+
+
+def _on(device: Any, run: Callable[[], object]) -> list[Any]:
+    """Run on a device that is made up; return its kernels."""
+    from tests.gpu import steps
+
+    return steps.noted(device, run)
+
+
+if __name__ == "__main__":
+    _main()
