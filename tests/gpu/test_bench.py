@@ -1,10 +1,12 @@
-"""``co.bench`` on a real GPU."""
+"""``co.bench``, and what benchmarks share, on a real GPU."""
 
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 import cutlass_ops as co
+from tests.scripts import script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # of the other ways, as a user sees them
 
@@ -38,3 +40,20 @@ def test_a_triton_kernel_computes_what_pytorch_does():
     found = gemm(a, w.t(), bias, relu=True)
     eager = torch.relu(torch.nn.functional.linear(a, w, bias))
     assert (found.double() - exact).norm() <= 2 * (eager.double() - exact).norm()
+
+
+def test_launches_are_those_of_the_gpu():
+    x = torch.zeros(8, device="cuda")
+    launches = script("harness").launches
+    assert launches(lambda: x.add_(1.0).mul_(2.0)) == 2
+    assert launches(lambda: x.add_(1.0)) == 1
+    assert not x.any()  # they are captured, and not run
+
+
+def test_memory_at_rest_is_what_is_held():
+    at_rest = script("harness").memory_at_rest
+    before = at_rest()
+    held = torch.empty(1 << 20, device="cuda")
+    assert at_rest() - before == held.numel() * held.element_size()
+    del held
+    assert at_rest() == before

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import cutlass_ops as co
-from cutlass_ops.epilogue import Row, builtin, epilogue, functions
+from cutlass_ops.epilogue import Row, Tile, builtin, epilogue, functions
 from cutlass_ops.run import backward
 from cutlass_ops.run.chained import chain
 from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, packaged, step
@@ -140,6 +140,27 @@ def test_gradients_are_added_to_main_grads(dtype):
         assert w.grad is None
         exact = named[name].float() + 1.0
         assert (w.main_grad.float() - exact).norm() <= 0.01 * exact.norm()
+
+
+@epilogue
+def gates_gradients(acc, gate: Tile, up: Tile):
+    s = functions.sigmoid(gate)
+    return {"d": acc * up * s, "of_up": acc * gate * s, "sums": functions.sum(acc * up, dim=0)}
+
+
+# Few tiles, many tiles, and lines that are not aligned.
+@pytest.mark.parametrize("shape", [(192, 320, 128), (2048, 1536, 512), (37, 70, 100)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_results_that_overwrite_tiles_have_the_same_bits(shape, swapped):
+    m, n, k = shape
+    a, b, gate, up = (torch.randn(s, device="cuda").to(BF16) for s in ((m, k), (k, n), (m, n), (m, n)))
+    wanted = co.gemm(a, b, epilogue=gates_gradients, gate=gate, up=up)
+    for _ in range(3):
+        tiles = gate.clone(), up.clone()
+        out = dict(zip(("d", "of_up"), tiles[::-1] if swapped else tiles, strict=True))
+        found = co.gemm(a, b, epilogue=gates_gradients, gate=tiles[0], up=tiles[1], out=out)
+        assert all(found[at].data_ptr() == out[name].data_ptr() for at, name in enumerate(out))
+        require_equal(found, wanted, "in place")
 
 
 def test_gradients_of_extrema():
