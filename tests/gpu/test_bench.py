@@ -31,7 +31,6 @@ def test_an_op_against_every_way_that_is_there():
 
 def test_a_triton_kernel_computes_what_pytorch_does():
     pytest.importorskip("triton")
-    import torch
 
     from cutlass_ops.tools.bench.triton_gemm import gemm
 
