@@ -18,10 +18,11 @@ are relative, against float64 with the experts that the router chooses in BF16. 
 may choose another expert where two are about as likely. Such tokens are counted as elsewhere, and are in no error.
 
 With `--parts` the layer is timed against itself without some steps, to know how much they take of it, and each step by
-itself, all under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
+itself, under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
 index could at most be as fast as this. `no_combine` returns the rows of all slots: a kernel that added them up per
 token could at most be as fast. `neither` is both. Steps have their names in the example. `arrange_wide` sorts INT64,
-`combine_bag` adds up by embedding_bag, `combine_add` by index_add, as a kernel with atomic additions would.
+`combine_bag` adds up by embedding_bag, `combine_add` by index_add, that is by atomic additions; both without
+torch.compile, which has other kernels for the latter.
 Each row: {"model", "phase", "tokens", "active", "errors", "elsewhere", "ms": {name: ms}, "gain": {name: ratio and
 range}}, with gains of the layer over itself without steps. A table of them is printed at the end.
 """
@@ -179,8 +180,8 @@ def whole(layer: MoeLayer, gathers: bool, combines: bool, state: State) -> Tenso
 
 
 def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
-    """Return a layer's steps by name, and other ways to do some of them."""
-    wide, chosen = replace(layer, every=layer.every.long()), layer.chosen
+    """Return a layer's steps by name, and another way to arrange slots."""
+    wide = replace(layer, every=layer.every.long())
     return {
         "route": lambda s: layer.route(s.tokens),
         "arrange": lambda s: layer.arrange(s.shares, s.experts),
@@ -189,6 +190,13 @@ def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
         "project": lambda s: layer.project(s.gated, s.slots),
         "combine": lambda s: layer.combine(s.rows, s.slots),
         "arrange_wide": lambda s: wide.arrange(s.shares, s.experts),
+    }
+
+
+def other_combines(layer: MoeLayer) -> dict[str, Callable[[State], Tensor]]:
+    """Return other ways to add up the rows of each token, by name."""
+    chosen = layer.chosen
+    return {
         "combine_bag": lambda s: F.embedding_bag(s.slots.back.unflatten(0, (-1, chosen)), s.rows, mode="sum"),
         "combine_add": lambda s: torch.zeros_like(s.tokens).index_add_(0, s.slots.tokens, s.rows),
     }
@@ -208,6 +216,7 @@ def run_parts(name: str, layer: MoeLayer, block: torch.nn.Module, tokens: int) -
     calls = {
         part: torch.compile(call, dynamic=False, fullgraph=True) for part, call in {**parts, **steps(layer)}.items()
     }
+    calls |= other_combines(layer)
     checked = errors(block, first, {"ours": calls["layer"](states[0]).view_as(first)})
     runs: dict[str, Run] = {
         part: lambda index, call=call: call(states[index % len(states)])  # type: ignore[misc]
