@@ -76,7 +76,9 @@ def test_parts_are_those_of_the_layer(bench, block, tokens, timed):
     torch.manual_seed(1)
     _, second = bench.draw(layer, tokens, 2)
     wanted = layer(second).flatten(0, 1)
-    assert list(row["ms"]) == list(timed) == ["layer", *bench.WITHOUT, *bench.steps(layer), *bench.other_combines(layer)]
+    assert (
+        list(row["ms"]) == list(timed) == ["layer", *bench.WITHOUT, *bench.steps(layer), *bench.other_combines(layer)]
+    )
     assert set(bench.STEPS) <= set(timed)
     for same in ("layer", "no_gather", "combine"):
         assert torch.equal(timed[same], wanted), same
