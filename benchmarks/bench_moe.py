@@ -20,9 +20,9 @@ may choose another expert where two are about as likely. Such tokens are counted
 With `--parts` the layer is timed against itself without some steps, to know how much they take of it, and each step by
 itself, under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
 index could hardly be faster than this, though it would read each token's row from memory once. `no_combine` returns the
-rows of all slots: a kernel that added them up per token could at most be as fast. `neither` is both. Steps have their names in the example. `arrange_wide` sorts INT64,
-`combine_bag` adds up by embedding_bag, `combine_add` by index_add, that is by atomic additions; both without
-torch.compile, which has other kernels for the latter.
+rows of all slots: a kernel that added them up per token could at most be as fast. `neither` is both. Steps have their
+names in the example. `arrange_wide` sorts INT64, `combine_bag` adds up by embedding_bag, `combine_add` by index_add,
+that is by atomic additions; both without torch.compile, which has other kernels for the latter.
 Each row: {"model", "phase", "tokens", "active", "errors", "elsewhere", "ms": {name: ms}, "gain": {name: ratio and
 range}}, with gains of the layer over itself without steps. A table of them is printed at the end.
 """
