@@ -257,11 +257,13 @@ def test_they_agree_on_small_kernels(agree, contents):
     ],
 )
 def test_they_agree_on_further_fields(agree, contents, arch, good, wrong):
-    tile = {"threadblock": {"k": 64, "m": 64, "n": 32}} if arch == "sm90" else {}
-
     def of(fields):
         def change(data):
-            data["signatures"][0]["kernels"][3]["config"] = {"arch": arch, **tile, **fields}
+            kernels = [kernel for each in data["signatures"] for kernel in each["kernels"]]
+            if arch == "sm90":
+                next(k["config"] for k in kernels if k["config"]["arch"] == arch).update(fields)
+            else:
+                kernels[3]["config"] = {"arch": arch, **fields}
 
         return changed(contents[0], change)
 
