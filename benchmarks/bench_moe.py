@@ -3,6 +3,7 @@
     python benchmarks/bench_moe.py --out benchmarks/results/moe_h100.json
     python benchmarks/bench_moe.py --models qwen3 --tokens 1 16 --skip batched --out /tmp/r.json
     python benchmarks/bench_moe.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
+    python benchmarks/bench_moe.py --parts --out benchmarks/results/moe_parts_h100.json
 
 The layer is that of examples/moe_layer.py, router included. `ours` runs under torch.compile, `plain` without.
 `compile` is transformers' block with torch.nn.functional.grouped_mm, its default, under torch.compile with
@@ -15,6 +16,15 @@ Each row: {"model", "phase", "tokens", "active", "errors": {name: error}, "elsew
 "ms": {name: ms}, "over_ours": {name: ratio and range}}. Active experts have tokens, in the first of the calls. Errors
 are relative, against float64 with the experts that the router chooses in BF16. A compiled router rounds otherwise, and
 may choose another expert where two are about as likely. Such tokens are counted as elsewhere, and are in no error.
+
+With `--parts` the layer is timed against itself without some steps, to know how much they take of it, and each step by
+itself, under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
+index could hardly be faster than this, though it would read each token's row from memory once. `no_combine` returns the
+rows of all slots: a kernel that added them up per token could at most be as fast. `neither` is both. Steps have their
+names in the example. `arrange_wide` sorts INT64, `combine_bag` adds up by embedding_bag, `combine_add` by index_add,
+that is by atomic additions; both without torch.compile, which has other kernels for the latter.
+Each row: {"model", "phase", "tokens", "active", "errors", "elsewhere", "ms": {name: ms}, "gain": {name: ratio and
+range}}, with gains of the layer over itself without steps. A table of them is printed at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +32,15 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.declare.problem import Problem
@@ -36,10 +48,13 @@ from cutlass_ops.tuner.timing import Run, expected_us, rotation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import moe_layer
-from moe_layer import MoeLayer
+from moe_layer import MoeLayer, Slots
 
 TOKENS = (4096, 1, 16, 64)
 PEERS = ("plain", "compile", "batched", "eager")
+STEPS = ("route", "arrange", "gather", "expand", "project", "combine")
+# The layer without steps, and whether it gathers and combines.
+WITHOUT = {"no_gather": (False, True), "no_combine": (True, False), "neither": (False, False)}
 # More tokens than these are one sequence.
 _DECODED = 64
 # Each token's copies of weights would fill the memory with more.
@@ -134,6 +149,99 @@ def run_case(name: str, layer: MoeLayer, block: torch.nn.Module, tokens: int, pe
     }  # fmt: skip
 
 
+class State(NamedTuple):
+    """A layer's input, and what each step makes of it."""
+
+    tokens: Tensor
+    shares: Tensor
+    experts: Tensor
+    slots: Slots
+    gathered: Tensor
+    gated: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, layer: MoeLayer, x: Tensor) -> State:
+        """Run a layer's steps on x (sequences, positions, hidden)."""
+        tokens = x.flatten(0, -2)
+        shares, experts = layer.route(tokens)
+        slots = layer.arrange(shares, experts)
+        gathered = layer.gather(tokens, slots)
+        gated = layer.expand(gathered, slots)
+        return cls(tokens, shares, experts, slots, gathered, gated, layer.project(gated, slots))
+
+
+def whole(layer: MoeLayer, gathers: bool, combines: bool, state: State) -> Tensor:
+    """Run a layer, perhaps with the rows that it would gather, and perhaps up to those that it would combine."""
+    slots = layer.arrange(*layer.route(state.tokens))
+    gathered = layer.gather(state.tokens, slots) if gathers else state.gathered
+    rows = layer.project(layer.expand(gathered, slots), slots)
+    return layer.combine(rows, slots) if combines else rows
+
+
+def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
+    """Return a layer's steps by name, and another way to arrange slots."""
+    wide = replace(layer, every=layer.every.long())
+    return {
+        "route": lambda s: layer.route(s.tokens),
+        "arrange": lambda s: layer.arrange(s.shares, s.experts),
+        "gather": lambda s: layer.gather(s.tokens, s.slots),
+        "expand": lambda s: layer.expand(s.gathered, s.slots),
+        "project": lambda s: layer.project(s.gated, s.slots),
+        "combine": lambda s: layer.combine(s.rows, s.slots),
+        "arrange_wide": lambda s: wide.arrange(s.shares, s.experts),
+    }
+
+
+def other_combines(layer: MoeLayer) -> dict[str, Callable[[State], Tensor]]:
+    """Return other ways to add up the rows of each token, by name."""
+    chosen = layer.chosen
+    return {
+        "combine_bag": lambda s: F.embedding_bag(s.slots.back.unflatten(0, (-1, chosen)), s.rows, mode="sum"),
+        "combine_add": lambda s: torch.zeros_like(s.tokens).index_add_(0, s.slots.tokens, s.rows),
+    }
+
+
+def run_parts(name: str, layer: MoeLayer, block: torch.nn.Module, tokens: int) -> dict[str, Any]:
+    """Check a layer, and time it, itself without some steps, and each step."""
+    torch._dynamo.reset()
+    (first,) = draw(layer, tokens, 1)
+    alike = problem(layer, first)
+    sets = [first, *draw(layer, tokens, rotation(alike.bytes(2, 2, 2)) - 1)]
+    states = [State.of(layer, x) for x in sets]
+    parts = {
+        part: lambda state, has=has: whole(layer, *has, state)
+        for part, has in {"layer": (True, True), **WITHOUT}.items()
+    }
+    calls = {
+        part: torch.compile(call, dynamic=False, fullgraph=True) for part, call in {**parts, **steps(layer)}.items()
+    }
+    calls |= other_combines(layer)
+    checked = errors(block, first, {"ours": calls["layer"](states[0]).view_as(first)})
+    runs: dict[str, Run] = {
+        part: lambda index, call=call: call(states[index % len(states)])  # type: ignore[misc]
+        for part, call in calls.items()
+    }
+    times = harness.time_interleaved(runs, expected_us(alike))
+    return {
+        "model": name, "phase": "decode" if tokens <= _DECODED else "prefill", "tokens": tokens,
+        "active": active(layer, first), **checked,
+        "ms": {part: round(time.median, 5) for part, time in times.items()},
+        "gain": {without: harness.ratios(times[without], times["layer"]) for without in WITHOUT},
+    }  # fmt: skip
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return what parts take as a table in Markdown: microseconds, and what the layer would gain without steps."""
+    heads = ("Model", "Tokens", "Layer, µs", *STEPS, *WITHOUT)
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for row in rows:
+        times = [f"{row['ms'][part] * 1e3:.1f}" for part in ("layer", *STEPS)]
+        gains = [f"{row['gain'][without]['median']:.3f}" for without in WITHOUT]
+        lines.append("| " + " | ".join([row["model"], str(row["tokens"]), *times, *gains]) + " |")
+    return "\n".join(lines)
+
+
 def build_ahead(layer: MoeLayer, tokens: list[int]) -> None:
     """Compile the kernels of all numbers of tokens in parallel."""
     harness.side_by_side(partial(layer, x) for each in tokens for x in draw(layer, each, 1))
@@ -146,6 +254,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(moe_layer.MODELS), choices=moe_layer.MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
+    parser.add_argument("--parts", action="store_true", help="time the layer's steps, and the layer without some")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -163,10 +272,15 @@ def main() -> None:
         layer = MoeLayer.of(block)
         build_ahead(layer, left)
         for tokens in left:
-            rows.append(run_case(name, layer, block, tokens, [peer for peer in PEERS if peer not in args.skip]))
+            if args.parts:
+                rows.append(run_parts(name, layer, block, tokens))
+            else:
+                rows.append(run_case(name, layer, block, tokens, [peer for peer in PEERS if peer not in args.skip]))
             print(rows[-1], flush=True)
             harness.save(args.out, {**head, "rows": rows})
             torch.cuda.empty_cache()
+    if args.parts:
+        print(table(rows))
 
 
 if __name__ == "__main__":

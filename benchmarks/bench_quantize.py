@@ -161,7 +161,7 @@ def error(d: Tensor, scale: Tensor, exact: Tensor) -> float:
 
 def further(x: Gate, count: int) -> list[KernelSpec]:
     """Return other kernels for the same, the best of each schedule first."""
-    device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    device = device_of(torch.device("cuda", 0))
     signature, problem = harness.asked(ops.op(swiglu), (x.x, x.w[: x.n].t(), *x.inputs().values()), device)
     chosen, *others = [each.ordered.config for each in policies.policy(signature, device).every(problem)]
     best = {c.schedule: c for c in reversed(others)}

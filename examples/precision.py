@@ -32,7 +32,7 @@ from torch import Tensor
 from examples.documents import insert
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = {"cpu": "precision_cpu.json", "h100": "precision_h100.json"}
+RESULTS = {"cpu": "precision_cpu.json", "h200": "precision_h200.json"}
 DOCUMENT = ROOT / "docs" / "precision.md"
 PLOTS = ROOT / "docs" / "precision"
 BY = "examples/precision.py"

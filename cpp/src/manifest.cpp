@@ -226,7 +226,7 @@ Config config(Json& json) {
   bool const promoted = fields.has("accumulation");
   if (promoted) one_of(json, "accumulation", {"promoted"});
   fields.field("arch");
-  std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90", "small"});
+  std::string const arch = one_of(json, "arch", {"gemv", "pointwise", "sm80", "sm90", "small"});
   if (promoted && arch != "sm90") throw json.error("a configuration has a field that is none of its kind");
   // Returns a field's number, or its default.
   auto const other_than = [&](char const* name, int64_t usual) {
@@ -240,6 +240,11 @@ Config config(Json& json) {
   };
   if (arch == "gemv") {
     other_than("pieces", 8), other_than("rows", 1), other_than("warps", 8);
+    fields.end();
+    return {};
+  }
+  if (arch == "pointwise") {
+    other_than("rows", 16);
     fields.end();
     return {};
   }
@@ -262,6 +267,7 @@ Config config(Json& json) {
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
   flag("realign");
+  other_than("resident", 1);
   bool ordered = true;
   if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
   if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;
@@ -488,7 +494,8 @@ Graph graph(Json& json) {
       throw json.error("an epilogue has scales of blocks of both operands, each once, or none");
     }
   }
-  if (!used("acc", "")) throw json.error("no output depends on the accumulator");
+  bool const multiplies = products != 0 || blocks != 0 || used("mean_of_a", "") || used("mean_square_of_a", "");
+  if (multiplies && !used("acc", "")) throw json.error("no output depends on the accumulator");
   return found;
 }
 

@@ -42,6 +42,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.arrays import Extents, Floats
 from cutlass_ops.kinds.gemv import space as gemv
+from cutlass_ops.kinds.pointwise import space as pointwise
 from cutlass_ops.kinds.sm80 import space as sm80
 from cutlass_ops.kinds.sm90 import space as sm90
 from cutlass_ops.kinds.small import space as small
@@ -402,6 +403,8 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
     def allowed(pool: Iterable[Config]) -> Iterator[Config]:
         return (c for c in pool if own is None or own.allows(c))
 
+    if signature.epilogue.is_pointwise:
+        return Policy.of((), signature, device, allowed(bundled or pointwise.UNTUNED))
     if bundled:
         wgmma = any(c.wgmma for c in bundled)
         known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine

@@ -32,7 +32,6 @@ from cutlass_ops.choose.points import Columns, Recorded, columns_of
 from cutlass_ops.choose.points import Measured as Measured
 from cutlass_ops.choose.points import Point as Point
 from cutlass_ops.declare.config import Config, config_from_json, config_to_json
-from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -101,7 +100,7 @@ class Table:
             refusal = self.signature.form.refuses(point.problem)
             if refusal:
                 raise ConfigError(refusal)
-            if point.spreads and self.signature.form != GROUPED:
+            if point.spreads and not self.signature.form.operands:
                 raise ConfigError(f"problem {point.problem} has spreads, and the form {self.signature.form} no groups")
         object.__setattr__(self, "points", ordered)
 

@@ -601,7 +601,59 @@ class SmallConfig(KernelConfig):
         return f"small_{self.threadblock}_s{self.stages}_w{self.warps}"
 
 
-Config = Sm80Config | Sm90Config | GemvConfig | SmallConfig
+@hashed_once
+@dataclass(frozen=True, repr=False)
+class PointwiseConfig(KernelConfig):
+    """A kernel for an epilogue that reads no product, for Sm80 and every later target.
+
+    Each warp has rows of 256 columns, of which a thread reads and writes eight at a time. It is as fast as memory
+    where an element takes few operations.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of each of a thread block's eight warps. Reductions of columns have a part for each thread block.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
+
+    Examples
+    --------
+    >>> co.PointwiseConfig(rows=4)
+    PointwiseConfig(rows=4)
+    """
+
+    rows: int = 16
+
+    arch: ClassVar[str] = "pointwise"
+    default_target: ClassVar[str] = "sm_80"
+
+    warps: ClassVar[int] = 8
+
+    @property
+    def threadblock(self) -> ThreadblockShape:
+        """What one thread block computes. K is not read."""
+        return ThreadblockShape(self.rows * self.warps, 256, 16)
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether it rounds as the kernels do that add up a tile's K first to last: it adds up nothing."""
+        return False
+
+    @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        return (self.threadblock.m, self.threadblock.n), (1, 1)
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        return f"pointwise_{self.rows}"
+
+
+Config = Sm80Config | Sm90Config | GemvConfig | SmallConfig | PointwiseConfig
 
 
 @dataclass(frozen=True)
@@ -647,7 +699,7 @@ def config_from_json(data: object) -> Config:
     ConfigError
         If the architecture or a field is unknown, or a value has the wrong type.
     """
-    kinds: dict[str, type[Config]] = {c.arch: c for c in (Sm80Config, Sm90Config, GemvConfig, SmallConfig)}
+    kinds: dict[str, type[Config]] = {c.arch: c for c in typing.get_args(Config)}
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")

@@ -190,7 +190,7 @@ class KernelSpec:
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
         Function of the FP32 accumulator and the inputs.
-    config : Sm80Config, Sm90Config, GemvConfig or SmallConfig
+    config : Sm80Config, Sm90Config, GemvConfig, SmallConfig or PointwiseConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
@@ -392,7 +392,8 @@ def _of_config(config: Config, target: str | None, order: TileOrder | None) -> d
     """Return the fields that depend on the configuration."""
     if not isinstance(config, Config):
         raise TypeError(
-            f"config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not {reprlib.repr(config)}"
+            "config must be an Sm90Config, an Sm80Config, a GemvConfig, a SmallConfig or a PointwiseConfig, not "
+            f"{reprlib.repr(config)}"
         )
     name = arch.target(config.default_target if target is None else target).name
     return {"config": config, "target": name, "order": _order(config, order)}

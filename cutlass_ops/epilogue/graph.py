@@ -146,8 +146,14 @@ class Graph(Expression):
                 f"({', '.join(self.products)}): compute the others by a GEMM of their own and pass them as tiles"
             )
         self._check_block_scales()
-        if not any(node.op == "acc" for node in self.nodes):
+        if not self.is_pointwise and not any(node.op == "acc" for node in self.nodes):
             raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Whether it reads nothing of A and B, so that nothing is multiplied: such a part of a backward."""
+        reads_operands = bool(self.products or self.gathered or self.block_scales)
+        return not reads_operands and not any(node.op == "acc" for node in self.nodes)
 
     def _check_block_scales(self) -> None:
         kinds = sorted(i.kind.value for i in self.inputs if i.kind in BLOCKS)
@@ -288,7 +294,7 @@ def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[
     Raises
     ------
     ConfigError
-        If the result is malformed, too large, or leaves an input or the accumulator unused.
+        If the result is malformed, too large, or leaves an input unused.
     """
     return Graph(tuple(inputs), *renumbered(nodes, outputs))
 

@@ -217,6 +217,8 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
         TRACER.reset(token)
     try:
         graph = canonical(inputs, tracer.nodes, outputs)
+        if graph.is_pointwise:
+            raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
     except ConfigError as exc:
         raise tracer.error_at_def(str(exc)) from None
     return Epilogue(function.__name__, inspect.getdoc(function) or "", graph, function)

@@ -55,6 +55,17 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         )
 
 
+def _product(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    kind = kind_of(config)
+    if spec.epilogue.is_pointwise != kind.pointwise:
+        reads = "no" if spec.epilogue.is_pointwise else "the"
+        serving = [other.noun for other in KINDS if other.pointwise != kind.pointwise and spec.form in other.forms]
+        yield Broken(
+            f"the epilogue reads {reads} product of A and B, and kernels of this kind are for others",
+            advice=f"use {' or '.join(serving)}" if serving else "use form dense",
+        )
+
+
 def _one_gemm(spec: KernelSpec, _: Config) -> Iterator[str]:
     why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED, RAGGED_K) else None
     if why is not None:
@@ -218,6 +229,7 @@ def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("form", "policy", _form),
+    Rule("product", "policy", _product),
     Rule("one_gemm", "policy", _one_gemm),
     Rule("operand_dtypes", "policy", _operand_dtypes),
     Rule("operand_majors", "hardware", _operand_majors),

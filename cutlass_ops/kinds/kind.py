@@ -51,6 +51,8 @@ class Kind(Generic[AnyConfig]):
         Whether its kernels multiply a pair of types. A new pair is refused until a kind says that it does.
     stores_fp8 : bool
         Whether its kernels store outputs in FP8.
+    pointwise : bool
+        Whether its kernels are for epilogues that read no product, and for no others.
     noun : str
         Name of such a configuration in messages.
     template : str
@@ -106,6 +108,7 @@ class Kind(Generic[AnyConfig]):
     means: Callable[[AnyConfig], str]
     compile_seconds: float
     stores_fp8: bool = False
+    pointwise: bool = False
     variants: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     of_width: Callable[[AnyConfig, int, int], AnyConfig] = lambda config, *_: config

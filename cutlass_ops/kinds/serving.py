@@ -97,6 +97,8 @@ def beside_each_other(spec: KernelSpec) -> bool:
 def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if spec.epilogue.is_pointwise:
+        return False
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
     if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False) or (spec.a.dtype is i8 and not whole_lines(spec)):
@@ -114,6 +116,8 @@ def sm80_serves(spec: KernelSpec) -> bool:
 def sm90_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if spec.epilogue.is_pointwise:
+        return False
     if mma is None or not by_wgmma(mma) or (any(copied(spec.a, spec.b)) and not mma.copyable):
         return False
     if spec.epilogue.gathered and not takes_means(mma):

@@ -7,13 +7,14 @@ from typing import Any
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.gemv.kind import GEMV
 from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.pointwise.kind import POINTWISE
 from cutlass_ops.kinds.rules import AnyConfig
 from cutlass_ops.kinds.sm80.kind import SM80
 from cutlass_ops.kinds.sm90.kind import SM90
 from cutlass_ops.kinds.small.kind import SMALL
 
 # Every kind is an entry here and a folder beside this file.
-KINDS: tuple[Kind[Any], ...] = (SM90, SM80, GEMV, SMALL)
+KINDS: tuple[Kind[Any], ...] = (SM90, SM80, GEMV, SMALL, POINTWISE)
 _BY_CONFIG: dict[type, Kind[Any]] = {kind.config: kind for kind in KINDS}
 
 

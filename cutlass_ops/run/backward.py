@@ -48,7 +48,7 @@ def as_epilogue(expression: Expression) -> Graph | None:
 
 @functools.lru_cache(maxsize=1024)
 def _as_elementwise(expression: Expression) -> Graph | None:
-    """Return an expression as the epilogue of a GEMM that gives 0: its accumulator and products as tiles.
+    """Return an expression as an epilogue that reads no product: its accumulator and products as tiles.
 
     None if it is no epilogue. The tile that stands for the accumulator is :data:`_GIVEN`; D is always an output.
     """
@@ -59,9 +59,8 @@ def _as_elementwise(expression: Expression) -> Graph | None:
     if any(node.op == "acc" for node in expression.nodes):
         inputs.append(Input(_GIVEN, Kind.TILE))
     d, *others = expression.outputs
-    nodes += [Node("acc"), Node("add", (d.node, len(nodes)))]
     try:
-        return canonical(inputs, nodes, (Output("d", len(nodes) - 1), *others))
+        return canonical(inputs, nodes, (Output("d", d.node), *others))
     except ConfigError:
         return None
 
@@ -336,7 +335,7 @@ class Step:
         return {n: self.a.new_full((), x) if isinstance(x, float) else x for n, x in values.items()}
 
     def _by_kernel(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor] | None:
-        """Compute an expression by the epilogue of a GEMM that multiplies zeros; None if it is no epilogue.
+        """Compute an expression by an epilogue that reads no product; None if it is no epilogue.
 
         PyTorch would launch a kernel for each operation. This one launches one, which reads and writes each tile once.
         """
@@ -345,7 +344,7 @@ class Step:
         if graph is None:
             return None
         values = {**values, _GIVEN: acc, **{_column_of(name): self._flat(Kind.COL, self._mean(name)) for name in means}}
-        a, b = self.a.new_zeros(self.m, _ZEROS), self.a.new_zeros(self.n, _ZEROS).t()
+        a, b = self.a.new_empty(self.m, _UNREAD_K), self.a.new_empty(self.n, _UNREAD_K).t()
         listed = self.dense(graph, a, b, *(values[i.name] for i in graph.inputs))
         return dict(zip((o.name for o in graph.outputs), listed, strict=True))
 
@@ -468,8 +467,8 @@ class Step:
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
 
 
-# The extent of K of a GEMM whose epilogue alone counts: lines of 16 bytes.
-_ZEROS = 8
+# The extent of K of operands that nobody reads: they say what M and N are.
+_UNREAD_K = 8
 
 
 def has_kernels(a: Tensor) -> bool:

@@ -20,7 +20,30 @@ from cutlass_ops.run.requests import prepared_by
 
 
 class _OfGroups(Op):
-    """The base of ops with groups, whose ends they take before the epilogue's inputs."""
+    """The base of ops with groups, whose ends they take before the epilogue's inputs.
+
+    Attributes
+    ----------
+    how : str
+        What makes the op again: a key of ``traced.MAKERS``.
+    no_gradient : str
+        Why there is no op of a gradient, and what to do.
+    """
+
+    how: str
+    no_gradient: str
+
+    def __init__(self, epilogue: Epilogue) -> None:
+        groups.require(epilogue.graph, self.form)
+        super().__init__(groups.FUNCTIONS[self.form.name], epilogue, made_by=(self.how, self._plain(epilogue.graph)))
+
+    def _plain(self, graph: Graph) -> Any:
+        return graph.to_json()
+
+    @classmethod
+    def again(cls, name: str, plain: Any) -> _OfGroups:
+        """Make an op again from what it registers: see ``traced.MAKERS``."""
+        return cls(Epilogue.of(name, "", Graph.from_json(plain)))
 
     def checked_call(
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
@@ -39,21 +62,27 @@ class _OfGroups(Op):
         """
         raise TypeError(f"{self.name} takes no math: groups of rows are multiplied in 16 bits")
 
+    def of(self, graph: Graph) -> _OfGroups:
+        """Return the op of a gradient.
+
+        Raises
+        ------
+        NotImplementedError
+            If there is none.
+        """
+        raise NotImplementedError(self.no_gradient)
+
 
 class GroupedOp(_OfGroups):
     """An epilogue of a grouped GEMM: called as ``op(x, w, offsets, *inputs)``."""
 
-    form = GROUPED
+    form, how = GROUPED, "grouped"
 
-    def __init__(self, epilogue: Epilogue) -> None:
-        groups.require(epilogue.graph)
-        super().__init__("grouped_gemm", epilogue, made_by=("grouped", epilogue.graph.to_json()))
+    def of(self, graph: Graph) -> _OfGroups:  # noqa: D102
+        return _op_of(GroupedOp, graph)
 
-    def of(self, graph: Graph) -> GroupedOp:  # noqa: D102
-        return _grouped_op_of(graph)
-
-    def of_weights(self, graph: Graph) -> WgradOp:  # noqa: D102
-        return _wgrad_op_of(graph)
+    def of_weights(self, graph: Graph) -> _OfGroups:  # noqa: D102
+        return _op_of(WgradOp, graph)
 
 
 class MaskedOp(_OfGroups):
@@ -67,13 +96,23 @@ class MaskedOp(_OfGroups):
         The rows that a group is expected to have, for which kernels are chosen; 0 if nobody says.
     """
 
-    form = MASKED
+    form, how = MASKED, "masked"
+    no_gradient = (
+        "grouped_gemm_masked has no gradient: call it under torch.no_grad(), or sort rows by expert and call "
+        "grouped_gemm, which has one"
+    )
 
     def __init__(self, epilogue: Epilogue, expected: int = 0) -> None:
-        groups.require(epilogue.graph, MASKED)
         self.expected = expected
-        plain = [expected, epilogue.graph.to_json()]
-        super().__init__("grouped_gemm_masked", epilogue, made_by=("masked", plain))
+        super().__init__(epilogue)
+
+    def _plain(self, graph: Graph) -> Any:
+        return [self.expected, graph.to_json()]
+
+    @classmethod
+    def again(cls, name: str, plain: Any) -> MaskedOp:  # noqa: D102
+        expected, graph = plain
+        return cls(Epilogue.of(name, "", Graph.from_json(graph)), expected)
 
     def checked_call(  # noqa: D102
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
@@ -81,51 +120,18 @@ class MaskedOp(_OfGroups):
         call = super().checked_call(a, b, inputs, out, out_dtype)
         return call._replace(arguments=call.arguments._replace(expected=self.expected))
 
-    def of(self, graph: Graph) -> NoReturn:
-        """Refuse gradients.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            "grouped_gemm_masked has no gradient: call it under torch.no_grad(), or sort rows by expert and call "
-            "grouped_gemm, which has one"
-        )
-
 
 class WgradOp(_OfGroups):
     """An epilogue of the products of each group's rows: called as ``op(x.mT, gradient, offsets, *inputs)``."""
 
-    form = RAGGED_K
-
-    def __init__(self, epilogue: Epilogue) -> None:
-        groups.require(epilogue.graph, RAGGED_K)
-        super().__init__("grouped_gemm_wgrad", epilogue, made_by=("wgrad", epilogue.graph.to_json()))
-
-    def of(self, graph: Graph) -> NoReturn:
-        """Refuse gradients.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(traced.NO_SECOND_GRADIENT.format("an argument"))
-
-
-# Equal graphs give the same op.
+    form, how = RAGGED_K, "wgrad"
+    no_gradient = traced.NO_SECOND_GRADIENT.format("an argument")
 
 
 @functools.lru_cache(maxsize=1024)
-def _grouped_op_of(graph: Graph) -> GroupedOp:
-    return GroupedOp(Epilogue.of(graph.title or "identity", "", graph))
-
-
-@functools.lru_cache(maxsize=1024)
-def _wgrad_op_of(graph: Graph) -> WgradOp:
-    return WgradOp(Epilogue.of(graph.title or "identity", "", graph))
+def _op_of(kind: type[_OfGroups], graph: Graph) -> _OfGroups:
+    """Return the op of a graph. Equal graphs give the same op."""
+    return kind(Epilogue.of(graph.title or "identity", "", graph))
 
 
 @traced.remembered
@@ -138,11 +144,6 @@ def grouped_op(epilogue: Epilogue | None = None) -> GroupedOp:
         If `epilogue` is not an epilogue, or has no meaning for groups.
     """
     return GroupedOp(op_of(epilogue).epilogue)
-
-
-def op_again(name: str, plain: Any) -> GroupedOp:
-    """Make an op again from what :class:`GroupedOp` registers: see ``traced.MAKERS``."""
-    return GroupedOp(Epilogue.of(name, "", Graph.from_json(plain)))
 
 
 @traced.remembered
@@ -163,12 +164,6 @@ def masked_op_of(epilogue: Epilogue, expected: int) -> MaskedOp:
     return MaskedOp(epilogue, expected)
 
 
-def masked_again(name: str, plain: Any) -> MaskedOp:
-    """Make an op again from what :class:`MaskedOp` registers: see ``traced.MAKERS``."""
-    expected, graph = plain
-    return MaskedOp(Epilogue.of(name, "", Graph.from_json(graph)), expected)
-
-
 @traced.remembered
 def wgrad_op(epilogue: Epilogue | None = None) -> WgradOp:
     """Return the op behind :func:`grouped_gemm_wgrad`. It takes (x.mT, gradient, offsets, *inputs).
@@ -181,16 +176,7 @@ def wgrad_op(epilogue: Epilogue | None = None) -> WgradOp:
     return WgradOp(op_of(epilogue).epilogue)
 
 
-def wgrad_again(name: str, plain: Any) -> WgradOp:
-    """Make an op again from what :class:`WgradOp` registers: see ``traced.MAKERS``."""
-    return WgradOp(Epilogue.of(name, "", Graph.from_json(plain)))
-
-
-def _prepare(x: Tensor, w: Tensor, offsets: Tensor, epilogue: Epilogue | None) -> tuple[Op, tuple[Any, ...]]:
-    return grouped_op(epilogue), (x, w, offsets)
-
-
-@prepared_by(_prepare)
+@prepared_by(lambda x, w, offsets, epilogue: (grouped_op(epilogue), (x, w, offsets)))
 def grouped_gemm(
     x: Tensor,
     w: Tensor,
@@ -262,13 +248,7 @@ def grouped_gemm(
     return grouped_op(epilogue)(x, w, offsets, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _prepare_masked(
-    x: Tensor, w: Tensor, counts: Tensor, epilogue: Epilogue | None, expected_rows: int | None
-) -> tuple[Op, tuple[Any, ...]]:
-    return masked_op(epilogue, expected_rows), (x, w, counts)
-
-
-@prepared_by(_prepare_masked)
+@prepared_by(lambda x, w, counts, epilogue, expected_rows: (masked_op(epilogue, expected_rows), (x, w, counts)))
 def grouped_gemm_masked(
     x: Tensor,
     w: Tensor,
@@ -341,18 +321,12 @@ def grouped_gemm_masked(
     return masked_op(epilogue, expected_rows)(x, w, counts, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _prepare_wgrad(
-    x: Tensor, gradient: Tensor, offsets: Tensor, epilogue: Epilogue | None
-) -> tuple[Op, tuple[Any, ...]]:
-    return wgrad_op(epilogue), (_transposed(x), gradient, offsets)
-
-
 def _transposed(x: Any) -> Any:
     """Return A for x. What is no matrix, the call refuses."""
     return x.mT if isinstance(x, Tensor) and x.ndim == 2 else x
 
 
-@prepared_by(_prepare_wgrad)
+@prepared_by(lambda x, gradient, offsets, epilogue: (wgrad_op(epilogue), (_transposed(x), gradient, offsets)))
 def grouped_gemm_wgrad(
     x: Tensor,
     gradient: Tensor,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.epilogue import Epilogue, composed
+from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.run import groups, traced
 from cutlass_ops.run.grouped import GroupedOp, MaskedOp, masked_op_of
-from cutlass_ops.run.ops import Op, op_of
+from cutlass_ops.run.ops import Op
 from cutlass_ops.run.requests import prepared_by
-from cutlass_ops.run.scaled import is_vector
-
-_OWN = frozenset(("scale_a", "scale_b"))
+from cutlass_ops.run.scaled import followed, scaling
 
 
 @traced.remembered
@@ -39,8 +37,7 @@ def scaled_grouped_op(
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow.
     """
-    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
-    return GroupedOp(_then("grouped_gemm", scaled, epilogue))
+    return GroupedOp(followed("grouped_gemm", rows, columns, blocks, epilogue))
 
 
 @traced.remembered
@@ -65,35 +62,8 @@ def scaled_masked_op(
     TypeError, ValueError
         If `epilogue` is not an epilogue, or cannot follow, or `expected_rows` is no positive int.
     """
-    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
-    return masked_op_of(_then("grouped_gemm_masked", scaled, epilogue), groups.expected(expected_rows))
-
-
-@functools.lru_cache(maxsize=1024)
-def _then(function: str, scaled: Epilogue, epilogue: Epilogue | None) -> Epilogue:
-    """Return the epilogue of scales, before the one that follows.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `epilogue` is not an epilogue, or cannot follow.
-    """
-    if epilogue is None:
-        return scaled
-    after = op_of(epilogue).graph
-    taken = sorted(_OWN & {i.name for i in after.inputs})
-    if taken:
-        raise ValueError(
-            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_{function}: rename the input"
-        )
-    if after.products:
-        raise ValueError(
-            f"{epilogue.name} has the product {after.products[0]}, which has scales of its own: write all scales into "
-            f"the epilogue, and call {function}"
-        )
-    return Epilogue.of(
-        f"scaled_{function}", f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}", scaled.graph.then(after)
-    )
+    found = followed("grouped_gemm_masked", rows, columns, blocks, epilogue)
+    return masked_op_of(found, groups.expected(expected_rows))
 
 
 def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
@@ -126,22 +96,19 @@ def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
     return fits_a and fits_b
 
 
-def _prepare(
-    x: Tensor,
-    w: Tensor,
-    offsets: Tensor,
-    scale_a: Tensor | float,
-    scale_b: Tensor | float,
-    epilogue: Epilogue | None,
+def _prepared(
+    make: Callable[..., Op], x: Any, w: Any, ends: Any, scale_a: Any, scale_b: Any, epilogue: Any, *given: Any
 ) -> tuple[Op, tuple[Any, ...]]:
-    if _are_of_blocks(x, w, scale_a, scale_b):
-        op = scaled_grouped_op(False, False, epilogue, True)
-    else:
-        op = scaled_grouped_op(is_vector(scale_a), is_vector(scale_b), epilogue)
-    return op, (x, w, offsets, scale_a, scale_b)
+    """Return an op with scales like those that are given, and its arguments."""
+    rows, columns, blocks = scaling(scale_a, scale_b, _are_of_blocks(x, w, scale_a, scale_b))
+    return make(rows, columns, epilogue, blocks, *given), (x, w, ends, scale_a, scale_b)
 
 
-@prepared_by(_prepare)
+@prepared_by(
+    lambda x, w, offsets, scale_a, scale_b, epilogue: _prepared(
+        scaled_grouped_op, x, w, offsets, scale_a, scale_b, epilogue
+    )
+)
 def scaled_grouped_gemm(
     x: Tensor,
     w: Tensor,
@@ -208,27 +175,15 @@ def scaled_grouped_gemm(
     >>> bool((d[:2] - x[:2] @ weights[0].t()).norm() < 0.1 * d[:2].norm())
     True
     """
-    op, arguments = _prepare(x, w, offsets, scale_a, scale_b, epilogue)
+    op, arguments = _prepared(scaled_grouped_op, x, w, offsets, scale_a, scale_b, epilogue)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _prepare_masked(
-    x: Tensor,
-    w: Tensor,
-    counts: Tensor,
-    scale_a: Tensor | float,
-    scale_b: Tensor | float,
-    epilogue: Epilogue | None,
-    expected_rows: int | None,
-) -> tuple[Op, tuple[Any, ...]]:
-    if _are_of_blocks(x, w, scale_a, scale_b):
-        op = scaled_masked_op(False, False, epilogue, True, expected_rows)
-    else:
-        op = scaled_masked_op(is_vector(scale_a), is_vector(scale_b), epilogue, False, expected_rows)
-    return op, (x, w, counts, scale_a, scale_b)
-
-
-@prepared_by(_prepare_masked)
+@prepared_by(
+    lambda x, w, counts, scale_a, scale_b, epilogue, expected_rows: _prepared(
+        scaled_masked_op, x, w, counts, scale_a, scale_b, epilogue, expected_rows
+    )
+)
 def scaled_grouped_gemm_masked(
     x: Tensor,
     w: Tensor,
@@ -293,5 +248,5 @@ def scaled_grouped_gemm_masked(
     >>> bool((d[0] - x[0] @ weights[0].t()).norm() < 0.1 * d[0].norm())
     True
     """
-    op, arguments = _prepare_masked(x, w, counts, scale_a, scale_b, epilogue, expected_rows)
+    op, arguments = _prepared(scaled_masked_op, x, w, counts, scale_a, scale_b, epilogue, expected_rows)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)

@@ -28,7 +28,7 @@ from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_
 _DTYPES = (f16, bf16)
 _OF_ROWS = (*_DTYPES, *FP8)
 # What users call for each form.
-_FUNCTIONS = {
+FUNCTIONS = {
     GROUPED.name: "grouped_gemm",
     MASKED.name: "grouped_gemm_masked",
     RAGGED_K.name: "grouped_gemm_wgrad",
@@ -51,7 +51,7 @@ def require(graph: Graph, form: Form = GROUPED) -> None:
         raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
     taken = sorted(set(form.operands) & {i.name for i in graph.inputs})
     if taken:
-        name = _FUNCTIONS[form.name]
+        name = FUNCTIONS[form.name]
         raise ValueError(f"the epilogue has an input {taken[0]}, and so has {name}: rename the input")
 
 
@@ -200,17 +200,22 @@ def check_lines_of_k(arguments: Arguments) -> None:
     if 0 in arguments.problem:
         return
     for name, tensor in (("x", arguments.a.mT), ("gradient", arguments.b)):
-        rows = as_major(tensor, 1, element_type(name, tensor))
-        if rows is None:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}, and groups are rows in memory: pass {name}.contiguous()"
-            )
-        if not rows.operand.aligned:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and its rows do not begin at "
-                f"multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: pad them with zeros to a multiple of "
-                f"{arch.TMA_ALIGNMENT_BYTES // tensor.element_size()}"
-            )
+        _check_rows(name, tensor, "pad them")
+
+
+def _check_rows(name: str, tensor: Tensor, pad: str) -> int:
+    """Return how many elements TMA's alignment has; refuse rows that it cannot read."""
+    rows, step = as_major(tensor, 1, element_type(name, tensor)), arch.TMA_ALIGNMENT_BYTES // tensor.element_size()
+    if rows is None:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, and groups are rows in memory: pass {name}.contiguous()"
+        )
+    if not rows.operand.aligned:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and its rows do not begin at "
+            f"multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: {pad} with zeros to a multiple of {step}"
+        )
+    return step
 
 
 def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
@@ -249,16 +254,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
     """
     if 0 in arguments.problem:
         return
-    x = arguments.a
-    rows = as_major(x, 1, element_type("x", x))
-    step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
-    if rows is None:
-        raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
-    if not rows.operand.aligned:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
-            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
-        )
+    step = _check_rows("x", arguments.a, "pad K of x and w")
     for name, w in {"w": arguments.b, **products}.items():
         if element_type(name, w) in FP8 and as_major(w, 0, element_type(name, w)) is None:
             raise ValueError(

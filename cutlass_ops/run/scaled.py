@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import PreparedWeight
 
-# Keyword arguments of this module's function: no input of an epilogue may have these names.
+# Keyword arguments of functions with scales: no input of an epilogue may have these names.
 _OWN = frozenset(("scale_a", "scale_b"))
 
 
@@ -29,11 +30,8 @@ def _prepare_scaled(
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     if scale_b is None:
         raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, 1.0 if there is no scale")
-    if _are_of_blocks(a, matrix, scale_a, scale_b):
-        op = scaled_op(False, False, epilogue, True)
-    else:
-        op = scaled_op(is_vector(scale_a), is_vector(scale_b), epilogue)
-    return op, (a, matrix, scale_a, scale_b)
+    rows, columns, blocks = scaling(scale_a, scale_b, _are_of_blocks(a, matrix, scale_a, scale_b))
+    return scaled_op(rows, columns, epilogue, blocks), (a, matrix, scale_a, scale_b)
 
 
 @prepared_by(_prepare_scaled)
@@ -133,6 +131,11 @@ def is_vector(scale: object) -> bool:
     return isinstance(scale, Tensor) and scale.ndim > 0
 
 
+def scaling(scale_a: object, scale_b: object, blocks: bool) -> tuple[bool, bool, bool]:
+    """Return whether scales are those of rows, of columns, and of blocks."""
+    return not blocks and is_vector(scale_a), not blocks and is_vector(scale_b), blocks
+
+
 def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
     """Return the epilogue of two scales, which come in this order; None if there is none.
 
@@ -211,21 +214,48 @@ def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | No
     TypeError, ValueError
         If `epilogue` is not an epilogue or cannot follow.
     """
+    gathered = () if epilogue is None else op_of(epilogue).graph.gathered
+    if epilogue is not None and gathered:
+        raise ValueError(
+            f"{epilogue.name} takes {', '.join(gathered)}, which are those of a without scales: write all scales into "
+            "the epilogue, and call gemm"
+        )
+    found = followed("gemm", rows, columns, blocks, epilogue)
+    return graph_op("scaled_gemm", found.graph, found.doc)
+
+
+@functools.lru_cache(maxsize=1024)
+def followed(function: str, rows: bool, columns: bool, blocks: bool, epilogue: Epilogue | None) -> Epilogue:
+    """Return the epilogue of scales, before the one that follows if there is any.
+
+    Parameters
+    ----------
+    function : str
+        What computes the same without scales.
+    rows, columns, blocks : bool
+        What has scales: see :func:`scaled_op`.
+    epilogue : Epilogue, optional
+        What follows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue, or cannot follow.
+    """
     scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
     if epilogue is None:
-        return graph_op("scaled_gemm", scaled.graph, scaled.doc)
+        return scaled
     after = op_of(epilogue).graph
     taken = sorted(_OWN & {i.name for i in after.inputs})
     if taken:
-        raise ValueError(f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_gemm: rename the input")
-    if after.gathered:
         raise ValueError(
-            f"{epilogue.name} takes {', '.join(after.gathered)}, which are those of a without scales: write all scales "
-            "into the epilogue, and call gemm"
+            f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_{function}: rename the input"
         )
     if after.products:
         raise ValueError(
             f"{epilogue.name} has the product {after.products[0]}, which has scales of its own: write all scales into "
-            "the epilogue, and call gemm"
+            f"the epilogue, and call {function}"
         )
-    return graph_op("scaled_gemm", scaled.graph.then(after), f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}")
+    return Epilogue.of(
+        f"scaled_{function}", f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}", scaled.graph.then(after)
+    )

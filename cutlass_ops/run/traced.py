@@ -16,6 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -134,9 +135,9 @@ MAKERS = {
     "gemm_swiglu": ("cutlass_ops.run.gated", "swiglu_again"),
     "gated": ("cutlass_ops.run.gated", "gated_again"),
     "math": ("cutlass_ops.run.ops", "in_math_again"),
-    "grouped": ("cutlass_ops.run.grouped", "op_again"),
-    "masked": ("cutlass_ops.run.grouped", "masked_again"),
-    "wgrad": ("cutlass_ops.run.grouped", "wgrad_again"),
+    "grouped": ("cutlass_ops.run.grouped", "GroupedOp.again"),
+    "masked": ("cutlass_ops.run.grouped", "MaskedOp.again"),
+    "wgrad": ("cutlass_ops.run.grouped", "WgradOp.again"),
 }
 
 
@@ -199,7 +200,7 @@ def _made(op: str) -> Portable:
         raise ConfigError(
             f"the program calls {op[:60]!r}, which this version of cutlass_ops cannot read: export it again"
         ) from None
-    make: Callable[[str, Any], Portable] = getattr(importlib.import_module(module), function)
+    make: Callable[[str, Any], Portable] = attrgetter(function)(importlib.import_module(module))
     return make(name, plain)
 
 

@@ -132,6 +132,12 @@ def _dtypes(texts: list[str]) -> list[str]:
     return list(dict.fromkeys(spelling.dtype_of(each) for text in texts for each in text.split(",")))
 
 
+def _spreads(texts: list[str]) -> tuple[str, ...]:
+    from cutlass_ops.kinds import spreads
+
+    return spreads.in_order([each for text in texts for each in text.split(",")])
+
+
 def _require_time(seconds: float) -> None:
     if not seconds > 0:
         raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
@@ -220,6 +226,14 @@ BatchesOf = Annotated[
         min=1,
         max=MOST_EXTENT,
         help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B.",
+    ),
+]
+GroupsOf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_EXTENT,
+        help="Tune grouped_gemm with so many experts: M is the mean of an expert's rows. Default: no groups.",
     ),
 ]
 MajorOf = Annotated[
@@ -383,6 +397,19 @@ def tune(
     a: MajorOf = "row",
     b: MajorOf = "col",
     batches: BatchesOf = None,
+    groups: GroupsOf = None,
+    spread: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_readable(_spreads),
+            help="How rows are spread over the groups: equal, random, Zipf or one. May be repeated. Default: all.",
+        ),
+    ] = None,
+    wgrad: Annotated[
+        bool,
+        typer.Option("--wgrad", help="Of groups, tune grouped_gemm_wgrad: K is the mean of an expert's rows."),
+    ] = False,
     kernels: Annotated[int | None, typer.Option(min=1, help="Most kernels to compile. Default: 48.")] = None,
     candidates: Annotated[
         int | None, typer.Option(min=1, help="Most kernels to race at one problem. Default: 12.")
@@ -417,12 +444,19 @@ def tune(
         raise typer.BadParameter(
             "--allow-fallback and --deterministic exclude each other: PyTorch's results differ in the last bits"
         )
+    if groups is None and (spread or wgrad):
+        option = "--spread" if spread else "--wgrad"
+        raise typer.BadParameter(f"{option} needs --groups: say how many experts there are")
+    if groups is not None and batches is not None:
+        raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
+    if groups is not None and allow_fallback:
+        raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
     effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
     from cutlass_ops.tools import commands
 
     code = commands.tune(
         spelling.op_of(op), spelling.problems_of(problems), _dtypes(dtypes), spelling.major_of(a), spelling.major_of(b),
-        batches=batches,
+        batches=batches, groups=groups, spreads=_spreads(spread or []), wgrad=wgrad,
         effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
         folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
         as_json=as_json,

@@ -34,7 +34,9 @@ from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
+from cutlass_ops.run.grouped import wgrad_op
 from cutlass_ops.run.ops import graph_op
+from cutlass_ops.run.requests import called
 from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
 from cutlass_ops.tools.bench import benching, rivals
 from cutlass_ops.tools.contract import predicting
@@ -226,6 +228,9 @@ def tune(
     b: Major,
     *,
     batches: int | None,
+    groups: int | None,
+    spreads: Sequence[str],
+    wgrad: bool,
     effort: dict[str, Any],
     folder: Path | None,
     again: bool,
@@ -237,35 +242,36 @@ def tune(
     """Measure; 1 if a problem was not measured."""
     where = folder.absolute() if folder else env.tuning_dir()
     for problem in problems:
-        _of_batches(problem, batches)
+        _of_batches(problem, batches or groups)
     limits = Effort(**effort)
     report, began = Report(), time.monotonic()
     # One op is tuned for all dtypes at once. Norms have another op for each dtype.
-    ops = {dtype: epilogue_named(op, dtype) for dtype in dtypes}
+    named = {dtype: epilogue_named(op, dtype) for dtype in dtypes}
+    ops = {dtype: wgrad_op(called(each).epilogue) for dtype, each in named.items()} if wgrad else named
     with _executor(executor) as pool:
         for each in dict.fromkeys(ops.values()):
             left = limits.seconds - (time.monotonic() - began) if report.tables else limits.seconds
             found = tuning.tune(
                 each, problems, dtypes=[dtype for dtype in ops if ops[dtype] == each], a=a, b=b, batches=batches,
-                input_dtypes=spelling.INPUT_DTYPES.get(op), effort=replace(limits, seconds=left),
-                folder=where if folder else None, again=again, allow_fallback=allow_fallback,
-                deterministic=deterministic, executor=pool,
+                groups=groups, spreads=spreads, input_dtypes=spelling.INPUT_DTYPES.get(op),
+                effort=replace(limits, seconds=left), folder=where if folder else None, again=again,
+                allow_fallback=allow_fallback, deterministic=deterministic, executor=pool,
             )  # fmt: skip
             report.tables |= found.tables
             report.failed |= found.failed
             report.measured, report.known = report.measured + found.measured, report.known + found.known
-            report.left += found.left
+            report.left, report.asked = report.left + found.left, report.asked + found.asked
     files = [str(tables.path_of(where, t.device, s)) for s, t in report.tables.items() if t.points]
     counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
     lines += [f"table: {file}" for file in files]
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
     _show(as_json, counts | {"failed": report.failed}, *lines, summary)
-    return 1 if report.measured + report.known < len(problems) * len(ops) else 0
+    return 1 if report.measured + report.known < report.asked else 0
 
 
 def _of_batches(problem: Problem, batches: int | None) -> Problem:
-    """Return a problem of so many batches.
+    """Return a problem of so many batches, or groups.
 
     Raises
     ------

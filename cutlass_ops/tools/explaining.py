@@ -20,7 +20,7 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form
+from cutlass_ops.declare.form import RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec, copied
@@ -367,8 +367,8 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
-    of_groups = {GROUPED: " (run cutlass_ops.tune(groups=...) to measure)", RAGGED_K: ""}
-    measure = of_groups.get(policy.signature.form, " (run cutlass_ops.tune() to measure)")
+    how_many = "groups=..." if policy.signature.form.operands else ""
+    measure = f" (run cutlass_ops.tune({how_many}) to measure)"
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",

@@ -16,7 +16,7 @@ from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import f64, i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
@@ -93,7 +93,7 @@ class Trial:
     signature : OpSignature
         Epilogue and operand types.
     problem : Problem
-        Its extents. Of groups, M is the mean of a group's rows.
+        Its extents. Of groups, M is the mean of a group's rows, or K is if these are added up.
     device : torch.device
         A CUDA device, with its index.
     seed : int
@@ -119,7 +119,7 @@ class Trial:
         width = signature.a.dtype.bytes
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, width, width), l2_bytes))]
-        self._ways = _ways(problem, spreads, device, seed) if signature.form == GROUPED else (_Way(),)
+        self._ways = _ways(signature.form, problem, spreads, device, seed) if signature.form.operands else (_Way(),)
         self._wanted = [self._exact(self._sets[0], way.sizes) for way in self._ways]
         self._watch = Stopwatch(expected_us(problem, width))
         self._kernels: dict[Ordered, LoadedKernel] = {}
@@ -162,7 +162,7 @@ class Trial:
 
     def admit_peers(self) -> None:
         """Enter PyTorch's ways to compute the same, which there are none of for groups."""
-        if self._signature.form == GROUPED:
+        if self._signature.form.operands:
             return
         for name, peer in peers(self._signature.epilogue, self._sets[0].a.dtype).items():
             if self._signature.form != DENSE and name != "eager":
@@ -213,7 +213,7 @@ class Trial:
     def _further(self, finalists: Sequence[Ordered]) -> list[Ordered]:
         """Enter other orders of tiles of some kernels, which differ."""
         entered: list[Ordered] = []
-        if self._signature.form == GROUPED:
+        if self._signature.form.operands:
             return entered  # whose tiles have one order
         for finalist in finalists:
             config = finalist.config
@@ -238,9 +238,7 @@ class Trial:
 
     def _run(self, entrant: Ordered, kernel: LoadedKernel, way: _Way = _Way()) -> Callable[[int], int]:
         raster, swizzle = entrant.order.numbers
-        problem, of_way = self._problem, way.operands
-        if self._signature.form == GROUPED:
-            problem = problem._replace(m=problem.m * problem.count)  # as a launch has it
+        problem, of_way = _launched(self._problem, self._signature.form), way.operands
         with torch.cuda.device(self._device):
             size = int(kernel.workspace_size(*problem, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
@@ -267,13 +265,15 @@ class Trial:
     # ---- Tensors -------------------------------------------------------------------------------------------------
 
     def _draw(self) -> _Tensors:
-        signature, (m, n, k) = self._signature, self._problem.extents
+        signature, problem = self._signature, self._problem
+        form, mean = signature.form, problem.k
         # All tiles of batches are their own; they share vectors. Groups have weights and rows of values of their own.
-        lead = (self._problem.count,) if signature.form == BATCHED else ()
-        each = (self._problem.count,) if signature.form == GROUPED else ()
-        m *= math.prod(each)
-        extents = {Kind.ROW: (*each, n), Kind.COL: (m,), Kind.TILE: (*lead, m, n), Kind.PRODUCT: (*each, k, n)}
-        scales = {Kind.PRODUCT: k**-0.25}
+        of_d = (problem.count,) if form.stacked else ()
+        lead = of_d if form == BATCHED else ()
+        each = (problem.count,) if form == GROUPED else ()
+        m, n, k = _launched(problem, form).extents
+        extents = {Kind.ROW: (*each, n), Kind.COL: (m,), Kind.TILE: (*of_d, m, n), Kind.PRODUCT: (*each, k, n)}
+        scales = {Kind.PRODUCT: mean**-0.25}
         graph = signature.epilogue
         steps = -(-k // mma.BLOCK_K)
         of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
@@ -287,8 +287,8 @@ class Trial:
         types = (signature.d, *signature.outputs)
         outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
         return _Tensors(
-            self._normal((*lead, m, k), signature.a, k**-0.25),
-            self._normal((*lead, *each, k, n), signature.b, k**-0.25),
+            self._normal((*lead, m, k), signature.a, mean**-0.25),
+            self._normal((*lead, *each, k, n), signature.b, mean**-0.25),
             inputs,
             outputs,
         )
@@ -306,8 +306,11 @@ class Trial:
         """Return the outputs in FP64; of groups, whose rows follow each other, for so many rows each."""
         if sizes:
             ends = np.cumsum([0, *sizes]).tolist()
-            places = [(group, slice(*both)) for group, both in enumerate(pairwise(ends)) if both[0] < both[1]]
-            found = [self._exact(self._of_group(x, *place)) for place in places]
+            places = [(group, slice(*both)) for group, both in enumerate(pairwise(ends))]
+            if self._signature.form == RAGGED_K:
+                found = [self._exact(self._of_group_of_k(x, *place)) for place in places]
+                return [torch.stack(each) for each in zip(*found, strict=True)]
+            found = [self._exact(self._of_group(x, *place)) for place, size in zip(places, sizes, strict=True) if size]
             return [torch.cat(each) for each in zip(*found, strict=True)]
         graph = self._signature.epilogue
         inputs = {
@@ -326,6 +329,14 @@ class Trial:
             for i, value in zip(self._signature.epilogue.inputs, x.inputs, strict=True)
         )
         return _Tensors(x.a[rows], x.b[group], inputs, ())
+
+    def _of_group_of_k(self, x: _Tensors, group: int, rows: slice) -> _Tensors:
+        """Return one group's tensors, whose rows are added up, without outputs."""
+        inputs = tuple(
+            value[group] if i.kind is Kind.TILE and isinstance(value, Tensor) else value
+            for i, value in zip(self._signature.epilogue.inputs, x.inputs, strict=True)
+        )
+        return _Tensors(x.a[:, rows], x.b[rows], inputs, ())
 
     def _wrong(self, every: Sequence[Tensor]) -> str | None:
         outputs = self._signature.epilogue.outputs
@@ -369,11 +380,19 @@ def _heats(problem: Problem) -> bool:
     return expected_us(problem) > _HEATING_US
 
 
-def _ways(problem: Problem, names: Sequence[str], device: torch.device, seed: int) -> tuple[_Way, ...]:
+def _launched(problem: Problem, form: Form) -> Problem:
+    """Return a problem as a launch has it: with all rows of groups, where it has the mean of their rows."""
+    if form == RAGGED_K:
+        return problem._replace(k=problem.k * problem.count)
+    return problem._replace(m=problem.m * problem.count) if form.operands else problem
+
+
+def _ways(form: Form, problem: Problem, names: Sequence[str], device: torch.device, seed: int) -> tuple[_Way, ...]:
     """Draw groups for each way in which rows may be spread."""
     generator, found = np.random.default_rng(seed), []
+    rows = _launched(problem, form)
     for spread in spreads.named(names):
-        sizes = spread.drawn(problem.m * problem.count, problem.count, generator)
+        sizes = spread.drawn(rows.k if form == RAGGED_K else rows.m, problem.count, generator)
         ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
         found.append(_Way(spread.weight, tuple(sizes), (ends,)))
     return tuple(found)

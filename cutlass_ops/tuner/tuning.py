@@ -43,6 +43,7 @@ from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.spreads import in_order as spreads_in_order
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import call_at, device_of, signature_of
+from cutlass_ops.run.grouped import grouped_gemm_wgrad, wgrad_op
 from cutlass_ops.run.groups import require as require_groups
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
@@ -122,6 +123,8 @@ class Report:
         Problems measured by this run, measured before, and left for the next.
     failed : dict of str to str
         Kernels that cannot be used and problems that cannot be measured, by name, with the reason.
+    asked : int
+        Problems that the run was for, of each signature. Of groups, some of those given may be one.
     """
 
     tables: dict[OpSignature, Table] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class Report:
     known: int = 0
     left: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    asked: int = 0
 
 
 def plan(
@@ -210,7 +214,7 @@ def _plan(
         near += [c for c in kinds if c not in near and times[c] <= _FAR * times[ranked[0]]]
         near.sort(key=lambda c: (c not in best, times[c]))
         ordered = [o for c in near for o in entrants(c, problem, device)]
-        if signature.form == GROUPED:  # whose tiles have one order
+        if signature.form.operands:  # whose tiles have one order
             ordered = [Ordered(c, c.usual_order(problem)) for c in near]
         tasks.append(Task(signature, problem, tuple(ordered)))
     return tasks
@@ -352,7 +356,7 @@ def run(
         If no kernel can be compiled or stored.
     """
     began = time.monotonic()
-    report = Report({task.signature: place.table(task.signature) for task in tasks})
+    report = Report({task.signature: place.table(task.signature) for task in tasks}, asked=len(tasks))
     known = {s: _known(t, deterministic) for s, t in report.tables.items()}
 
     def flagged(table: Table) -> Table:
@@ -500,20 +504,22 @@ def tune(
     ----------
     op : Op, Epilogue or cutlass_ops.gemm
         A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or
-        ``cutlass_ops.gemm`` for D = A @ B.
+        ``cutlass_ops.gemm`` for D = A @ B. Or :func:`cutlass_ops.grouped_gemm_wgrad`.
     shapes : iterable of (M, N, K)
         Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
     dtypes : str, torch.dtype, or sequence of such
         Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Beside ``"e4m3"`` and
         ``"e5m2"`` these are BF16. Kernels are tuned for the types that calls have: where these differ, say so.
     a, b : {"row", "col"}
-        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
+        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``. ``grouped_gemm_wgrad`` has but
+        one of each.
     batches : int, optional
         Tune calls of so many batches, of A (batches, M, K) and B (batches, K, N); by default, of a single B.
     groups : int, optional
         Tune :func:`cutlass_ops.grouped_gemm` and :func:`cutlass_ops.grouped_gemm_masked` with so many experts. M of a
         shape is then the mean of an expert's rows, of which near numbers are one. `op` is the epilogue, or
-        ``cutlass_ops.gemm`` for none.
+        ``cutlass_ops.gemm`` for none. Of ``grouped_gemm_wgrad``, M and N of a shape are a gradient's extents, and K is
+        that mean.
     spreads : sequence of str
         How your rows are spread over the experts: ``"equal"``, ``"random"`` for each row by chance, ``"Zipf"`` for
         Zipf's law, ``"one"`` for all rows of one expert. By default all four. A kernel's time is the geometric mean
@@ -587,9 +593,9 @@ def tune(
     for name, major in (("a", a), ("b", b)):
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
-    asked, effort = called(op), effort or Effort()
+    asked, effort = wgrad_op() if op is grouped_gemm_wgrad else called(op), effort or Effort()
     form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
-    if form == GROUPED and allow_fallback:
+    if form.operands and allow_fallback:
         raise ValueError("allow_fallback is of calls that PyTorch serves, and it serves none of groups: omit it")
     graph = asked.graph
     place = _place(device, folder)
@@ -597,6 +603,9 @@ def tune(
     wanted = [Problem.of(shape)._replace(count=batches or groups or 1) for shape in shapes]
     if form == GROUPED:
         wanted = list(dict.fromkeys(problem._replace(m=nearest(problem.m)) for problem in wanted))
+    if form == RAGGED_K:
+        wanted = list(dict.fromkeys(problem._replace(k=nearest(problem.k)) for problem in wanted))
+        a, b = "col", "row"  # groups are lines in memory
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
             name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
@@ -634,16 +643,15 @@ def _form(asked: Op, batches: int | None, groups: int | None, spreads: Sequence[
             raise ValueError(f"{name} is {count!r}: give a number of {name}, 1 or more")
     if batches is not None and groups is not None:
         raise ValueError("batches and groups are given, and a call has one of them: omit the other")
-    if asked.form == RAGGED_K:
-        raise ValueError(f"{asked.name} adds up groups of rows, of which no sizes are measured: tune grouped_gemm")
     if asked.form.operands and groups is None:
         raise ValueError(f"{asked.name} multiplies groups of rows: say how many, as groups=64")
     if groups is None:
         if spreads:
             raise ValueError("spreads say how rows are spread over groups: pass groups= as well")
         return DENSE if batches is None else BATCHED
-    require_groups(asked.graph)
-    return GROUPED
+    form = RAGGED_K if asked.form == RAGGED_K else GROUPED
+    require_groups(asked.graph, form)
+    return form
 
 
 def signature_at(

@@ -249,6 +249,28 @@ def test_they_agree_on_small_kernels(agree, contents):
     assert agree([small(**fields) for fields in wrong]) == 0
 
 
+@pytest.mark.parametrize(
+    ("arch", "good", "wrong"),
+    [
+        ("pointwise", [{}, {"rows": 2}], [{"rows": 16}, {"rows": "2"}, {"warps": 8}]),
+        ("sm90", [{"resident": 2}], [{"resident": 1}, {"resident": True}]),
+    ],
+)
+def test_they_agree_on_further_fields(agree, contents, arch, good, wrong):
+    def of(fields):
+        def change(data):
+            kernels = [kernel for each in data["signatures"] for kernel in each["kernels"]]
+            if arch == "sm90":
+                next(k["config"] for k in kernels if k["config"]["arch"] == arch).update(fields)
+            else:
+                kernels[3]["config"] = {"arch": arch, **fields}
+
+        return changed(contents[0], change)
+
+    assert agree([of(fields) for fields in good]) == len(good)
+    assert agree([of(fields) for fields in wrong]) == 0
+
+
 def test_they_agree_on_constants(agree, contents):
     good = contents[0].to_bytes()
     exponents = [-151, -150, -149, -148, -127, -126, -1, 0, 1, 127, 128, 1023]

@@ -58,12 +58,15 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     assert len(rounds) == 6
 
 
-GROUPED = ["grouped-pingpong-plain", "grouped-swapped-inputs", "grouped-pingpong-gated", "grouped-rows-blocks"]
+_ROWS = ("pingpong-plain", "swapped-inputs", "pingpong-gated", "rows-blocks")
+_OVER_K = ("pingpong-plain", "swapped-inputs", "pingpong-tiles")
+OF_GROUPS = {f"grouped-{what}": Problem(40, 136, 400, 7) for what in _ROWS}
+OF_GROUPS |= {f"ragged_k-{what}": Problem(264, 136, 40, 7) for what in _OVER_K}
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", OF_GROUPS)
 def test_kernels_of_groups_race_over_all_spreads(name):
-    spec, problem, rounds = kernels.grouped()[name], Problem(40, 136, 400, 7), []
+    spec, problem, rounds = (kernels.grouped() | kernels.ragged_k())[name], OF_GROUPS[name], []
     entrant, loaded = Ordered(spec.config), Registry.current().kernel(spec)
     trial = Trial(OpSignature.of(spec), problem, DEVICE)
     assert trial.admit(entrant, loaded) is None

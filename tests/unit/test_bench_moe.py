@@ -1,5 +1,6 @@
 """The benchmark of mixtures of experts, as far as it runs without a device: that its variants compute the same."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run.call import signature_of
 from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.tuner.comparing import Timing
 from tests.scripts import script
 
 pytest.importorskip("transformers")
@@ -49,6 +51,64 @@ def test_the_variants_agree(bench, block, tokens, monkeypatch):
     assert 0 < found["errors"]["ours"] == found["errors"]["plain"]
     assert max(found["errors"].values()) <= 2.0**-7
     assert not found["elsewhere"]
+
+
+@pytest.fixture
+def timed(bench, monkeypatch):
+    """Run each variant once instead of timing it, and keep what it returns. The n-th takes n milliseconds."""
+    found = {}
+
+    def once(runs, expected_us):
+        assert expected_us > 0
+        found.update({name: run(1) for name, run in runs.items()})
+        return {name: Timing((float(at),)) for at, name in enumerate(runs, 1)}
+
+    monkeypatch.setattr(bench.harness, "time_interleaved", once)
+    monkeypatch.setattr(bench.torch, "compile", lambda function, **_: function)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_parts_are_those_of_the_layer(bench, block, tokens, timed):
+    layer = bench.MoeLayer.of(block)
+    torch.manual_seed(1)
+    row = bench.run_parts("qwen3", layer, block, tokens)
+    torch.manual_seed(1)
+    _, second = bench.draw(layer, tokens, 2)
+    wanted = layer(second).flatten(0, 1)
+    assert (
+        list(row["ms"]) == list(timed) == ["layer", *bench.WITHOUT, *bench.steps(layer), *bench.other_combines(layer)]
+    )
+    assert set(bench.STEPS) <= set(timed)
+    for same in ("layer", "no_gather", "combine"):
+        assert torch.equal(timed[same], wanted), same
+    for near in ("combine_bag", "combine_add"):
+        torch.testing.assert_close(timed[near], wanted, atol=0.03 * float(wanted.abs().max()), rtol=0)
+    for rows in ("no_combine", "neither"):
+        assert torch.equal(timed[rows], timed["project"])
+    for mine, wide in zip(timed["arrange"], timed["arrange_wide"], strict=True):
+        assert torch.equal(mine, wide)
+    assert (row["phase"], row["errors"]["ours"] > 0) == ("decode" if tokens == 3 else "prefill", True)
+    assert {without: gain["median"] for without, gain in row["gain"].items()} == {
+        "no_gather": 0.5, "no_combine": 0.3333, "neither": 0.25
+    }  # fmt: skip
+
+
+def test_parts_end_in_a_table(bench, monkeypatch, tmp_path, capsys, timed):
+    moe = bench.moe_layer
+    made = moe.random_block
+    monkeypatch.setattr(moe, "random_block", lambda model, sizes, device: made(model, model.small, "cpu"))
+    monkeypatch.setattr(bench.harness, "begin", lambda: {"chip": "none"})
+    out = tmp_path / "parts.json"
+    monkeypatch.setattr(sys, "argv", ["bench_moe.py", "--parts", "--tokens", "1", "80", "--out", str(out)])
+    bench.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["model"], row["tokens"]) for row in rows] == [(m, t) for m in ("qwen3", "mixtral") for t in (1, 80)]
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    assert lines[0].startswith("| Model | Tokens | Layer, µs | route | arrange | gather | expand |")
+    assert lines[2] == (
+        "| qwen3 | 1 | 1000.0 | 5000.0 | 6000.0 | 7000.0 | 8000.0 | 9000.0 | 10000.0 | 0.500 | 0.333 | 0.250 |"
+    )
 
 
 def test_a_wrong_result_would_be_seen(bench, block):

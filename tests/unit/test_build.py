@@ -94,14 +94,15 @@ def test_what_a_user_writes_keeps_its_json():
     assert (composed.nodes[:-1], composed.nodes[-1]) == (written.graph.nodes, Node("add", (10, 3)))
 
 
-def test_an_expression_needs_no_accumulator_and_a_graph_does():
+def test_an_expression_needs_no_accumulator_and_a_graph_that_reads_a_does():
     parts = [Input("x", Kind.TILE), Input("y", Kind.ROW)], [Node("input", (), "x")], [Output("d", 0)]
     found = expression(*parts)
     assert found == Expression((Input("x", Kind.TILE),), (Node("input", (), "x"),), (Output("d", 0),))
     x = torch.randn(3, 2)
     assert torch.equal(evaluate(found, torch.zeros(3, 2), {"x": x})["d"], x)
+    assert Graph(found.inputs, found.nodes, found.outputs).is_pointwise
     with pytest.raises(ConfigError, match="no output depends on the accumulator"):
-        Graph(found.inputs, found.nodes, found.outputs)
+        Graph((), (Node("mean_of_a"),), (Output("d", 0),))
 
 
 def test_only_a_kernel_limits_the_outputs():

@@ -594,7 +594,7 @@ class NoEpilogue:
             "config",
             "sm90",
             TypeError,
-            "config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not 'sm90'",
+            "config must be an Sm90Config, an Sm80Config, a GemvConfig, a SmallConfig or a PointwiseConfig, not 'sm90'",
         ),
         ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
         ("config", None, TypeError, "config must be .*, not None"),

@@ -290,8 +290,9 @@ def test_an_input_named_as_an_output_of_what_follows_is_refused():
 
 
 def test_the_accumulator_must_be_used():
+    # What reads nothing of A and B needs none: see test_pointwise.py.
     with pytest.raises(ConfigError, match="accumulator"):
-        Graph((Input("bias", Kind.ROW),), (Node("input", (), "bias"),), (Output("d", 0),))
+        Graph((Input("up", Kind.PRODUCT),), (Node("input", (), "up"),), (Output("d", 0),))
 
 
 def test_a_graph_of_lists_is_refused():

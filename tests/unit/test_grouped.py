@@ -8,6 +8,7 @@ import torch
 from bundles import packed
 from fake_device import fake_device
 from fake_toolkit import HGMMA, UTMALDG, library
+from grouping import BF16, OFFSETS, clash, close, ends, mixed, normal, numbered, saved, summed
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100
@@ -27,47 +28,6 @@ from cutlass_ops.ship.verifying import verify
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 
-BF16 = torch.bfloat16
-
-
-@co.epilogue
-def mixed(acc, bias: co.Row, scale: co.Col, residual: co.Tile, factor: co.Scalar):
-    return co.e.relu(acc * scale + bias) * factor + residual
-
-
-@co.epilogue
-def saved(acc, bias: co.Row):
-    return {"d": co.e.relu(acc + bias), "pre": acc}
-
-
-@co.epilogue
-def summed(acc):
-    return {"d": acc, "of_rows": co.e.sum(acc, dim=1)}
-
-
-@co.epilogue
-def numbered(acc):
-    return acc * 0 + co.e.row_index()
-
-
-@co.epilogue
-def clash(acc, offsets: co.Row):
-    return acc + offsets
-
-
-@pytest.fixture
-def device(monkeypatch):
-    with fake_device(monkeypatch) as found:
-        yield found
-
-
-def normal(*shape, dtype=BF16):
-    return torch.randn(*shape).to(dtype)
-
-
-def ends(*offsets):
-    return torch.tensor(offsets, dtype=torch.int32)
-
 
 def exact(x, w, offsets):
     """Return D for the rows that have an expert, in float64."""
@@ -76,13 +36,7 @@ def exact(x, w, offsets):
     return (x.double()[: len(rows), None, :] @ w.double()[expert])[:, 0]
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.double(), wanted.to(found.dtype).double(), rtol=2**-6, atol=2**-4)
-
-
 # ---- Calls -----------------------------------------------------------------------------------------------------------
-
-OFFSETS = [(3, 7, 12), (0, 12, 12), (12, 12, 12), (0, 0, 0), (2, 2, 9), (0, 0, 5)]
 
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)

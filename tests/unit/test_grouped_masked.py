@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 from fake_device import fake_device
+from grouping import BF16, close, mixed, normal, numbered, saved, summed
+from grouping import ends as counts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100
@@ -25,47 +27,13 @@ from cutlass_ops.run.traced import find
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 EXPERTS, ROOM, K, N = 3, 5, 16, 8
-
-
-@co.epilogue
-def mixed(acc, bias: co.Row, scale: co.Col, residual: co.Tile, factor: co.Scalar):
-    return co.e.relu(acc * scale + bias) * factor + residual
-
-
-@co.epilogue
-def saved(acc, bias: co.Row):
-    return {"d": co.e.relu(acc + bias), "pre": acc}
-
-
-@co.epilogue
-def summed(acc):
-    return {"d": acc, "of_rows": co.e.sum(acc, dim=1)}
-
-
-@co.epilogue
-def numbered(acc):
-    return acc * 0 + co.e.row_index()
 
 
 @co.epilogue
 def clash(acc, counts: co.Row):
     return acc + counts
-
-
-@pytest.fixture
-def device(monkeypatch):
-    with fake_device(monkeypatch) as found:
-        yield found
-
-
-def normal(*shape, dtype=BF16):
-    return torch.randn(*shape).to(dtype)
-
-
-def counts_of(*counts):
-    return torch.tensor(counts, dtype=torch.int32)
 
 
 def poisoned(*shape, dtype=BF16):
@@ -75,8 +43,7 @@ def poisoned(*shape, dtype=BF16):
 def assert_rows(found, counts, wanted):
     """Require each group's rows, of (E, M, N) in float64, and that the others are still NaN."""
     for group, count in enumerate(counts.tolist()):
-        own = wanted[group, :count].to(found.dtype).double()
-        torch.testing.assert_close(found[group, :count].double(), own, rtol=2**-6, atol=2**-4)
+        close(found[group, :count], wanted[group, :count])
         assert found[group, count:].isnan().all()
 
 
@@ -254,7 +221,7 @@ def test_outputs_may_be_given_in_a_compiled_program():
     found = torch.compile(program, fullgraph=True, backend="aot_eager")(x, w, counts, bias, out)
     exact = x.double() @ w.double()
     assert found.shape == (2, 4, 8)
-    torch.testing.assert_close(found[1, :3].double(), exact[1, :3].to(BF16).double(), rtol=2**-6, atol=2**-4)
+    close(found[1, :3], exact[1, :3])
     assert_rows(out, counts, torch.relu(exact + bias.double()[:, None]))
 
 

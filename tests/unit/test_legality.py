@@ -18,6 +18,7 @@ from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
     InstructionShape,
+    PointwiseConfig,
     Sm80Config,
     Sm90Config,
     SmallConfig,
@@ -28,6 +29,8 @@ from cutlass_ops.declare.form import FORMS, Form
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.epilogue.graph import canonical
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
@@ -154,6 +157,13 @@ def gemv(rows=1, warps=8, pieces=8, **changes):
 
 def small(m=32, n=32, k=32, stages=3, warps=2, **changes):
     return spec(SmallConfig(ThreadblockShape(m, n, k), stages, warps), {"form": "batched", **changes})
+
+
+BARE = canonical([Input("x", Kind.TILE)], [Node("input", (), "x"), Node("relu", (0,))], [Output("d", 1)])
+
+
+def pointwise(rows=16, epilogue=BARE, **changes):
+    return spec(PointwiseConfig(rows), {"epilogue": epilogue, **changes})
 
 
 def cluster(m, n):
@@ -431,6 +441,9 @@ NEIGHBOURS = [
     ("small_tile", small(64, 16, 32), small(128, 16, 32)),
     ("small_tile", small(a="bf16.col.align1"), small(32, 32, 128)),
     ("small_pairs", small(epilogue=saved), small(epilogue=turned)),
+    ("product", pointwise(), sm90(epilogue=BARE)),
+    ("product", sm80(), pointwise(epilogue=builtin.identity)),
+    ("field_values", pointwise(32), pointwise(3)),
     ("shared_memory", small(64, 64, 64, 2, 4, target="sm_90"), small(64, 64, 64, 4, 4, target="sm_90")),
     ("registers", gemv(2, 8, 16, epilogue=swiglu), gemv(2, 16, 16, epilogue=swiglu)),
     ("registers", gemv(16, 8, 8), gemv(8, 8, 16)),

@@ -28,6 +28,9 @@ class Kernels:
     def has(self, spec):
         return spec in self.loaded
 
+    def those(self, specs):
+        return self.loaded.keys() & specs
+
     at_hand = kernel
 
     def ready(self, specs, device):

@@ -178,6 +178,7 @@ def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
 def test_kinds_are_told_apart_by_what_a_compilation_takes():
     assert [kind.config.arch for kind in sorted(KINDS, key=lambda k: k.compile_seconds)] == [
         "gemv",
+        "pointwise",
         "small",
         "sm80",
         "sm90",

@@ -19,7 +19,7 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered
-from cutlass_ops.declare.form import DENSE, GROUPED
+from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import spreads
@@ -41,8 +41,14 @@ def mixed(acc, bias: co.Row, scale: co.Col, residual: co.Tile, factor: co.Scalar
     return co.e.relu(acc * scale + bias) * factor + residual
 
 
-def signature(graph=builtin.identity.graph, problem=PROBLEMS[1], dtype="bf16"):
-    return signature_of(call_at(graph, problem, dtype, "row", "col", form=GROUPED), H100)
+@co.epilogue
+def accumulate(acc, before: co.Tile, bias: co.Row, scale: co.Col, factor: co.Scalar):
+    return (acc + bias) * scale * factor + before
+
+
+def signature(graph=builtin.identity.graph, problem=PROBLEMS[1], dtype="bf16", form=GROUPED):
+    majors = ("col", "row") if form == RAGGED_K else ("row", "col")
+    return signature_of(call_at(graph, problem, dtype, *majors, form=form), H100)
 
 
 @pytest.fixture
@@ -160,6 +166,32 @@ def test_groups_are_tuned_for_their_mean_and_their_spread(measured, tmp_path, mo
 
 
 @pytest.mark.usefixtures("device")
+def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, monkeypatch):
+    measurer = SimpleNamespace(measure=measured.measure)
+    monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(measurer))
+    given = {"groups": 64, "spreads": ["equal"], "effort": SMALL, "folder": tmp_path}
+    report = co.tune(co.grouped_gemm_wgrad, [(4096, 1536, 298), (4096, 1536, 299)], **given)
+    ((found, table),) = report.tables.items()
+    assert (found.form, found.a.major, found.b.major) == (RAGGED_K, "col", "row")
+    (problem,) = [p.problem for p in table.points]
+    assert measured.asked == [(problem, ("equal",))] == [(Problem(4096, 1536, 296, 64), ("equal",))]
+    assert all(m.config.schedule in ("pingpong", "cooperative") for m in table.points[0].measured)
+    # A call is served by what was fastest.
+    best = table.at(problem).measured[0].config
+    assert dispatch.choose(found, H100, problem)[0].config != best
+    monkeypatch.setenv(env.TUNING_DIR.name, str(tmp_path))
+    policies.forget()
+    x, gradient = (torch.empty(64 * 299, n, device="meta").bfloat16() for n in (4096, 1536))
+    ends = torch.empty(64, dtype=torch.int32, device="meta")
+    call = wgrad_op().checked(x.mT, gradient, (ends,), {}, None, None)
+    assert (signature_of(call, H100), call.chosen_for) == (found, problem)
+    assert dispatch.choose(found, H100, call.chosen_for)[0].config == best
+    # One with an epilogue has a table of its own.
+    (other,) = co.tune(wgrad_op(accumulate), [problem.extents], **given).tables
+    assert (other.form, other.epilogue) == (RAGGED_K, accumulate.graph)
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("op", "options", "why"),
     [
@@ -170,7 +202,8 @@ def test_groups_are_tuned_for_their_mean_and_their_spread(measured, tmp_path, mo
         (co.gemm, {"groups": 4, "spreads": "Zipf"}, "spreads has 'Zipf': pass a sequence of some of 'equal'"),
         (co.gemm, {"groups": 4, "allow_fallback": True}, "PyTorch serves, and it serves none of groups"),
         (grouped_op(), {}, "grouped_gemm multiplies groups of rows: say how many, as groups=64"),
-        (wgrad_op(), {"groups": 4}, "of which no sizes are measured: tune grouped_gemm"),
+        (wgrad_op(), {}, "grouped_gemm_wgrad multiplies groups of rows: say how many, as groups=64"),
+        (co.grouped_gemm_wgrad, {"groups": 4, "allow_fallback": True}, "PyTorch serves, and it serves none of groups"),
         (composed.rms_norm, {"groups": 4}, "statistics of A's rows"),
     ],
 )
@@ -204,41 +237,47 @@ class Watch:
         return [self.us[name] for name in names]
 
 
-def kernel_of(graph, off=1.0):
+def kernel_of(graph, off=1.0, form=GROUPED):
     """Return a kernel that computes groups by the reference, so many times too large."""
-    asked = []
+    asked, sizes = [], []
 
     def launch(a, b, d, ends, *inputs):
         *inputs, _, _, _ = inputs
         named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
         asked.append(ends.tolist())
-        check_call(graph, a, b, named, d, None, offsets=ends).run_reference()
+        check_call(graph, a, b, named, d, None, offsets=ends, form=form).run_reference()
         d.mul_(off)
         return 0
 
-    return SimpleNamespace(launch=launch, workspace_size=lambda *_: 0, asked=asked)
+    def workspace_size(*size):
+        sizes.append(size)
+        return 0
+
+    return SimpleNamespace(launch=launch, workspace_size=workspace_size, asked=asked, sizes=sizes)
 
 
-CASES = [
-    (mixed.graph, "bf16", Problem(5, 24, 64, 7)),
-    (composed.swiglu.graph, "f16", Problem(5, 24, 64, 7)),
-    (composed.scaled_blocks.graph, "e4m3", Problem(3, 136, 400, 4)),
-]
+CASES = {
+    "inputs": (mixed.graph, "bf16", Problem(5, 24, 64, 7), GROUPED, (35, 24, 64, 7)),
+    "product": (composed.swiglu.graph, "f16", Problem(5, 24, 64, 7), GROUPED, (35, 24, 64, 7)),
+    "blocks": (composed.scaled_blocks.graph, "e4m3", Problem(3, 136, 400, 4), GROUPED, (12, 136, 400, 4)),
+    "gradient": (accumulate.graph, "bf16", Problem(24, 40, 5, 7), RAGGED_K, (24, 40, 35, 7)),
+}
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(("graph", "dtype", "problem"), CASES, ids=["inputs", "product", "blocks"])
-def test_a_kernel_is_checked_for_rows_that_are_spread_in_every_way(graph, dtype, problem, monkeypatch):
+@pytest.mark.parametrize(("graph", "dtype", "problem", "form", "launched"), CASES.values(), ids=CASES)
+def test_a_kernel_is_checked_for_rows_that_are_spread_in_every_way(graph, dtype, problem, form, launched, monkeypatch):
     monkeypatch.setattr(trial, "Stopwatch", Watch)
-    of = signature(graph, problem, dtype)
+    of = signature(graph, problem, dtype, form)
     found = trial.Trial(of, problem, torch.device("cpu"))
     entrant = Ordered(policies.policy(of, H100).kernels[0])
-    kernel = kernel_of(graph)
+    kernel = kernel_of(graph, form=form)
     assert found.admit(entrant, kernel) is None
+    assert {size[:4] for size in kernel.sizes} == {launched}
     assert len(kernel.asked) == len(spreads.ASSUMED)
-    assert {ends[-1] for ends in kernel.asked} == {problem.m * problem.count}
+    assert {ends[-1] for ends in kernel.asked} == {35 if problem.count == 7 else 12}
     assert len({tuple(np.diff([0, *ends])) for ends in kernel.asked}) == len(spreads.ASSUMED)
-    assert found.admit(entrant, kernel_of(graph, 1.2)).startswith("d is wrong")
+    assert found.admit(entrant, kernel_of(graph, 1.2, form)).startswith("d is wrong")
     found.admit_peers()
     assert found._peers == []
 

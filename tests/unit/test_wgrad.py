@@ -9,6 +9,7 @@ import torch
 from bundles import packed
 from fake_device import fake_device
 from fake_toolkit import HGMMA, UTMALDG, library
+from grouping import BF16, OFFSETS, clash, close, ends, mixed, normal, saved, summed
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100
@@ -28,42 +29,6 @@ from cutlass_ops.ship.verifying import verify
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 
-BF16 = torch.bfloat16
-
-
-@co.epilogue
-def mixed(acc, bias: co.Row, scale: co.Col, before: co.Tile, factor: co.Scalar):
-    return co.e.relu(acc * scale + bias) * factor + before
-
-
-@co.epilogue
-def saved(acc, bias: co.Row):
-    return {"d": co.e.relu(acc + bias), "pre": acc}
-
-
-@co.epilogue
-def summed(acc):
-    return {"d": acc, "of_rows": co.e.sum(acc, dim=1)}
-
-
-@co.epilogue
-def clash(acc, offsets: co.Row):
-    return acc + offsets
-
-
-@pytest.fixture
-def device(monkeypatch):
-    with fake_device(monkeypatch) as found:
-        yield found
-
-
-def normal(*shape, dtype=BF16):
-    return torch.randn(*shape).to(dtype)
-
-
-def ends(*offsets):
-    return torch.tensor(offsets, dtype=torch.int32)
-
 
 def exact(x, y, offsets):
     """Return D in float64."""
@@ -72,13 +37,7 @@ def exact(x, y, offsets):
     return torch.stack([x[first:end].double().mT @ y[first:end].double() for first, end in pairs])
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found.double(), wanted.to(found.dtype).double(), rtol=2**-6, atol=2**-4)
-
-
 # ---- Calls -----------------------------------------------------------------------------------------------------------
-
-OFFSETS = [(3, 7, 12), (0, 12, 12), (12, 12, 12), (0, 0, 0), (2, 2, 9), (0, 0, 5)]
 
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
@@ -111,10 +70,10 @@ def test_it_is_the_gradient_of_the_weights():
 @pytest.mark.parametrize("shared", [False, True])
 def test_inputs_are_those_of_the_expert_or_of_all(shared):
     x, y, lead = normal(6, 16), normal(6, 8), () if shared else (2,)
-    bias, scale, before = normal(*lead, 8), normal(*lead, 16), normal(*lead, 16, 8)
-    found = co.grouped_gemm_wgrad(x, y, ends(2, 6), epilogue=mixed, bias=bias, scale=scale, before=before, factor=2)
+    bias, scale, residual = normal(*lead, 8), normal(*lead, 16), normal(*lead, 16, 8)
+    found = co.grouped_gemm_wgrad(x, y, ends(2, 6), epilogue=mixed, bias=bias, scale=scale, residual=residual, factor=2)
     for expert, rows in enumerate((slice(0, 2), slice(2, 6))):
-        own = {"bias": bias, "scale": scale, "before": before}
+        own = {"bias": bias, "scale": scale, "residual": residual}
         own = own if shared else {name: value[expert] for name, value in own.items()}
         torch.testing.assert_close(found[expert], co.gemm(x[rows].mT, y[rows], epilogue=mixed, factor=2, **own))
 
@@ -186,15 +145,15 @@ def test_gradients_are_refused():
 
 
 def test_a_compiled_program_calls_it_as_an_operator():
-    x, y, bias, scale, before = normal(6, 16), normal(6, 8), normal(2, 8), normal(16), normal(2, 16, 8)
+    x, y, bias, scale, residual = normal(6, 16), normal(6, 8), normal(2, 8), normal(16), normal(2, 16, 8)
 
-    def program(x, y, offsets, bias, scale, before):
-        inputs = {"bias": bias, "scale": scale, "before": before, "factor": 2.0}
+    def program(x, y, offsets, bias, scale, residual):
+        inputs = {"bias": bias, "scale": scale, "residual": residual, "factor": 2.0}
         return co.grouped_gemm_wgrad(x, y, offsets, epilogue=mixed, out_dtype=torch.float32, **inputs)
 
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for offsets in (ends(2, 6), ends(0, 6), ends(6, 6)):
-        arguments = (x, y, offsets, bias, scale, before)
+        arguments = (x, y, offsets, bias, scale, residual)
         torch.testing.assert_close(compiled(*arguments), program(*arguments))
 
 
@@ -220,7 +179,7 @@ def test_an_op_is_found_again_by_its_string():
     assert pickle.loads(pickle.dumps(op)) is op
     again = WgradOp(requests.called(mixed).epilogue)
     assert (again.names, again.about) == (op.names, op.about)
-    assert op.names == ("offsets", "bias", "scale", "before", "factor")
+    assert op.names == ("offsets", "bias", "scale", "residual", "factor")
 
 
 # ---- Choices ---------------------------------------------------------------------------------------------------------
@@ -269,12 +228,12 @@ def test_a_call_is_explained():
 
 def test_warm_calls_are_served_warm(device):
     op = WgradOp(requests.called(mixed).epilogue)
-    bias, scale, before = normal(3, 32), normal(64), normal(3, 64, 32)
+    bias, scale, residual = normal(3, 32), normal(64), normal(3, 64, 32)
     for rows in (48, 48, 40):
         x, y = normal(rows, 64), normal(rows, 32)
-        found = op(x.mT, y, ends(5, 5, rows), bias=bias, scale=scale, before=before, factor=2.0)
+        found = op(x.mT, y, ends(5, 5, rows), bias=bias, scale=scale, residual=residual, factor=2.0)
         wanted = exact(x, y, ends(5, 5, rows)) * scale.double()[:, None] + bias.double()[:, None]
-        close(found, torch.relu(wanted) * 2 + before)
+        close(found, torch.relu(wanted) * 2 + residual)
     assert (op.served_warm, op.refused_warm) == (1, 0)
     assert {launch.spec.form for launch in device.launches} == {RAGGED_K}
     assert len(device.launches) == 3
@@ -292,11 +251,6 @@ def test_a_prepared_launch(device):
     launch = co.prepare_launch(co.grouped_gemm_wgrad, x, y, offsets)
     offsets.copy_(ends(48, 48, 48))
     close(launch(), exact(x, y, offsets))
-
-
-def test_it_is_not_tuned():
-    with pytest.raises(ValueError, match="grouped_gemm_wgrad adds up groups of rows, of which no sizes are measured"):
-        co.tune(wgrad_op(), [(512, 64, 64)])
 
 
 def test_a_call_of_extents_has_groups():

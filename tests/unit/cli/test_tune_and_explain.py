@@ -12,6 +12,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import call_at
+from cutlass_ops.run.grouped import wgrad_op
 from cutlass_ops.tools import commands
 from cutlass_ops.tools.explaining import explain_call
 
@@ -138,7 +139,8 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     def tune(op, problems, **options):
         calls.append((op, problems, options))
         measured = {found.signature: found}
-        return commands.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+        failed = {"1x2x3": "it does not end"}
+        return commands.tuning.Report(measured, measured=1, known=0, left=1, failed=failed, asked=len(problems))
 
     monkeypatch.setattr(commands.tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
@@ -168,7 +170,8 @@ def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monke
 
     def tune(op, problems, **options):
         calls.append((op, options["dtypes"], options["input_dtypes"]))
-        return commands.tuning.Report(measured=len(problems) * len(options["dtypes"]))
+        asked = len(problems) * len(options["dtypes"])
+        return commands.tuning.Report(measured=asked, asked=asked)
 
     monkeypatch.setattr(commands.tuning, "tune", tune)
     assert run("tune", "rmsnorm_gemm", "1x2x3", "--dtype", "fp16", "--dtype", "torch.bfloat16")[0] == 0
@@ -180,6 +183,45 @@ def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monke
         (composed.residual_rms_bf16, ["bf16"], None),
         (composed.residual_rms_f16, ["f16"], None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "spreads", "op"),
+    [
+        ([], 64, (), builtin.bias),
+        (["--spread", "Zipf", "--spread", "equal"], 64, ("equal", "Zipf"), builtin.bias),
+        (["--spread", "one,random"], 64, ("random", "one"), builtin.bias),
+        (["--wgrad"], 64, (), wgrad_op(builtin.bias)),
+    ],
+)
+def test_tune_takes_groups(kit, run, monkeypatch, options, groups, spreads, op):
+    calls = []
+
+    def tune(op, problems, **given):
+        calls.append((op, given["groups"], given["spreads"], given["batches"]))
+        return commands.tuning.Report(measured=1, asked=1)
+
+    monkeypatch.setattr(commands.tuning, "tune", tune)
+    # Near means of rows are one problem: it is enough if that was measured.
+    assert run("tune", "gemm_bias", "298,299x2048x4096", "--groups", "64", *options)[0] == 0
+    assert calls == [(op, groups, spreads, None)]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--groups", "0"], "Invalid value for '--groups'"),
+        (["--spread", "one"], "--spread needs --groups: say how many experts there are"),
+        (["--wgrad"], "--wgrad needs --groups: say how many experts there are"),
+        (["--groups", "4", "--spread", "zipf"], "spreads has 'zipf': pass a sequence of some of 'equal', 'random'"),
+        (["--groups", "4", "--batches", "4"], "--groups and --batches exclude each other"),
+        (["--groups", "4", "--allow-fallback"], "PyTorch serves no groups"),
+    ],
+)
+def test_tune_refuses_groups_that_it_cannot_tune(run, options, why):
+    code, out, err = run("tune", "gemm", "1x2x3", *options)
+    assert (code, out) == (2, "")
+    assert why in err
 
 
 @pytest.mark.parametrize("folder", ["file", "/dev/null", "/proc", "file/under"])
