@@ -447,8 +447,17 @@ class Step:
             if several:
                 leaves.pop(name, None)
         if a and not several:
+            self._forget_a(leaves)
             of_a = self.of_a(leaves)
         return [of_a, found.get(ACC), *map(found.get, tensors)]
+
+    def _forget_a(self, leaves: Mapping[str, Tensor]) -> None:
+        """Let A go if its gradient reads only its shape: between layers, nothing else may hold it."""
+        if any(gathered_leaf(name) in leaves for name in GATHERED):
+            return
+        if not traced.is_watched() and not traced.is_special(self.a):
+            a = self.a
+            self.a = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         """Return an input's gradient in the input's shape."""

@@ -181,6 +181,7 @@ class _Chained(torch.autograd.Function):
             _, *of_second = after.of_operands(leaves, second, pair.wrt2, into, a=False, b=needs_b2)
             del after, between, leaves
             before = Step(pair.first.called, a, b1, first)
+            del a  # the step has it, and lets it go
             before.spent = pair.first.spent(kept)
             found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
             leaves = before.gradients_behind(found, of_d, b2.t(), kept)

@@ -70,7 +70,7 @@ class GroupedStep(Step):
 
     def used(self, x: Tensor) -> Tensor:
         """Return a tensor with zeros in the rows of no group."""
-        rows = torch.arange(self.m, dtype=torch.int32, device=self.a.device)
+        rows = torch.arange(self.m, dtype=torch.int32, device=x.device)
         unused = (rows >= self.offsets[-1]).reshape(-1, *(1,) * (x.ndim - 1))
         return x.masked_fill(unused, 0)
 

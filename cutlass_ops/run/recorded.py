@@ -137,6 +137,7 @@ class _Recorded(torch.autograd.Function):
         with traced.without_autocast(a.device):
             of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
             step = of_call(call.called, a, b, call.values(tensors))
+            del a  # the step has it, and lets it go
             step.spent = ctx.forward.spent(kept)
             leaves = step.gradients(found, of, kept)
             of.clear()

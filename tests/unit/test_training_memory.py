@@ -78,6 +78,25 @@ def test_torch_compile_needs_no_less(layer, shape, bench, counted):
     assert ours <= theirs * 1.001
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", AT_ONCE)
+def test_nor_for_several_layers(layer, bench, counted):
+    """Only the graph holds what lies between layers: it goes when the gradients that read it are there."""
+    m, n, k = (512, 256, 256) if layer == "linear_gelu" else (512, 448, 128)
+    layers = torch.nn.Sequential(*(bench.module_of(layer, n, k, dtype=BF16) for _ in range(3)))
+    parameters, given = list(layers.parameters()), bench.operands(layer, m, n, k, "cpu")
+
+    def plain(x):
+        for each in layers:
+            x = bench._PLAIN[layer](each, x)
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, dynamic=False, fullgraph=True)
+    ours, theirs = (peak_kib(lambda f=f: bench.step(f, parameters, *given)) for f in (layers, compiled))
+    assert ours <= theirs * 1.001
+
+
 def gelu(x, w, bias):
     return co.gemm_bias_gelu(x, w.t(), bias)
 
