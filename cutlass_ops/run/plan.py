@@ -43,8 +43,13 @@ class AnyPlan(Protocol):
     def copies(self) -> int:
         """How many matrices it copies at each call."""
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
-        """Serve a warm call; None if it does not take its arguments."""
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
+        """Serve a warm call; None if it does not take its arguments.
+
+        `low` says that the address of A or B is known to be misaligned.
+        """
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
@@ -104,7 +109,9 @@ class Plan:
     others: tuple[tuple[int, ...], ...] = ()
     copies: int = 0
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's unchecked arguments.
 
         Returns
@@ -113,8 +120,7 @@ class Plan:
             The outputs; None if the kernel refuses the arguments, which then need checking, or is not for them.
         """
         way = self.way
-        # Most operands that are asked are misaligned by their address.
-        if way.misaligned and not (a.data_ptr() | b.data_ptr()) % _LINE and _have_aligned_lines(a, b):
+        if way.misaligned and not low and _are_aligned(a, b):
             return None
         workspace = new_tensor(a, (way.workspace,), (1,), torch.uint8) if way.workspace else None
         if not way.others:
@@ -263,8 +269,10 @@ def _may_have_aligned_lines(operand: Operand, matrix: Tensor) -> bool:
     return length * operand.dtype.bytes % arch.TMA_ALIGNMENT_BYTES == 0
 
 
-def _have_aligned_lines(a: Tensor, b: Tensor) -> bool:
-    """Whether the lines of both matrices begin at multiples of 16 bytes if the matrices do."""
+def _are_aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether the lines of both matrices begin at multiples of 16 bytes."""
+    if (a.data_ptr() | b.data_ptr()) % _LINE:
+        return False
     return all(stride == 1 or stride * x.element_size() % _LINE == 0 for x in (a, b) for stride in x.stride())
 
 

@@ -224,7 +224,7 @@ class Warm(traced.Portable):
         if plan is None:
             return self._run_at_other_rows(key, weight.rows, a, b, inputs, given)
         if isinstance(plan, tuple):
-            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given)
+            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given, bool(low))
         else:
             results, copies = plan.run(a, b, inputs, given), plan.copies
         if results is None:
@@ -320,13 +320,14 @@ def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
 
 
 def _run_one_of(
-    plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given
+    plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool
 ) -> tuple[tuple[Tensor, ...] | None, int]:
     """Run a call by the first plan that takes it. Return the results, and how many matrices it copies."""
-    if given is None and plans and type(plans[0]) is Plan:
-        given = plans[0].new_outputs(a)  # of every plan here, so that a refusal costs no allocation
+    first = plans[0]
+    if given is None and type(first) is Plan:
+        given = first.new_outputs(a)  # of every plan here, so that a refusal costs no allocation
     for plan in plans:
-        results = plan.run(a, b, inputs, given)
+        results = plan.run(a, b, inputs, given, low)
         if results is not None:
             return results, plan.copies
     return None, 0
