@@ -39,7 +39,9 @@ class PeerPlan:
     inputs: tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]
     shape: tuple[int, ...]
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its inputs differ from the plan's.
 
         They are compared because PyTorch would broadcast shapes that a kernel refuses.
@@ -98,7 +100,9 @@ class OpsPlan:
     out_dtype: torch.dtype
     names: tuple[str, ...]
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its operands differ from the plan's, since a kernel may take them."""
         if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
             return None

@@ -22,7 +22,8 @@ from cutlass_ops.run.tensors import element_type, require_tensor
 # Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
 
-# The result's strides for arguments that were checked before: what decides whether they fit, and nothing else.
+# The result's strides for arguments that were checked before, by what decides whether they fit. () where PyTorch's own
+# product lies so, which needs no tensor to write to.
 _Layout = tuple[Any, ...]
 _KNOWN: dict[_Layout, tuple[int, ...]] = {}
 _MOST_KNOWN = 4096
@@ -49,7 +50,8 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     layout = _layout(w, gamma)
     if layout is not None and (strides := _KNOWN.get(layout)) is not None:
         # Called for each norm of a model: the checks would take several times as long as PyTorch's own part.
-        return torch.mul(w, gamma.unsqueeze(1), out=w.new_empty_strided(w.shape, strides))
+        column = gamma.unsqueeze(1)
+        return torch.mul(w, column, out=w.new_empty_strided(w.shape, strides)) if strides else torch.mul(w, column)
     if traced.is_differentiated(w, gamma):
         # The same values by operations that autograd knows.
         _check(name, w, "gamma", gamma)
@@ -60,7 +62,7 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     if layout is not None:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[layout] = found.stride()
+        _KNOWN[layout] = () if _lies_as_product(found, w, gamma) else found.stride()
     return found
 
 
@@ -68,12 +70,21 @@ def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
     """Return what decides whether arguments fit; None for those that more decides about, or while PyTorch traces."""
     if torch.compiler.is_dynamo_compiling() or type(w) not in _PLAIN or type(gamma) not in _PLAIN:
         return None
-    if traced.is_watched() or traced.is_differentiated(w, gamma) or forward_ad._current_level >= 0:
+    if (w.requires_grad or gamma.requires_grad) and traced.is_differentiated(w, gamma):
+        return None
+    if traced.is_watched() or forward_ad._current_level >= 0:
         return None
     try:
-        return w.shape, w.stride(), w.dtype, w.device, gamma.shape, gamma.dtype, gamma.device
+        return w.shape, w.stride(), w.dtype, w.device, gamma.shape, gamma.stride(), gamma.dtype, gamma.device
     except RuntimeError:  # nested or sparse
         return None
+
+
+def _lies_as_product(folded: Tensor, w: Tensor, gamma: Tensor) -> bool:
+    """Whether a new product of such arguments has the dtype and the strides of a folded weight."""
+    of_w, of_gamma = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (w, gamma))
+    product = torch.mul(of_w, of_gamma.unsqueeze(1))
+    return product.dtype == folded.dtype and product.stride() == folded.stride()
 
 
 def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:

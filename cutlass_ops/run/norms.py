@@ -57,9 +57,10 @@ def _prepare_rms(
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("rmsnorm_gemm", math)
     matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
-    quantise = quantise_by(scale_out, amax, out, out_dtype)
+    # Nearly all calls have no scales: asking twice takes less than calling.
+    quantise = quantise_by(scale_out, amax, out, out_dtype) if scale_out is not None or amax else None
     norm, values = rms_values(x, eps, rstd, scale_a)
-    scales = scaled.scales_of(x, matrix, scale_a, scale_b)
+    scales = None if scale_a is scale_b is None else scaled.scales_of(x, matrix, scale_a, scale_b)
     op = _composed("rmsnorm_gemm", norm, epilogue, False, scales, quantise, amax)
     for name in op.products:
         if name in inputs:

@@ -19,11 +19,14 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.run.call import Call
+from cutlass_ops.run.memory import new_tensor
 from cutlass_ops.run.outputs import output_name
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.results import contiguous, new_strides
 
 _Result = TypeVar("_Result")
+
+_LINE = arch.TMA_ALIGNMENT_BYTES  # bound here for warm calls
 
 # What the caller gave for each output, D first; None where that is nothing at all.
 Given: TypeAlias = tuple[Tensor | None, ...] | None
@@ -40,8 +43,13 @@ class AnyPlan(Protocol):
     def copies(self) -> int:
         """How many matrices it copies at each call."""
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
-        """Serve a warm call; None if it does not take its arguments."""
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
+        """Serve a warm call; None if it does not take its arguments.
+
+        `low` says that the address of A or B is known to be misaligned.
+        """
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
@@ -101,7 +109,9 @@ class Plan:
     others: tuple[tuple[int, ...], ...] = ()
     copies: int = 0
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
+    def run(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's unchecked arguments.
 
         Returns
@@ -110,28 +120,26 @@ class Plan:
             The outputs; None if the kernel refuses the arguments, which then need checking, or is not for them.
         """
         way = self.way
-        if way.misaligned and _has_aligned_lines(a) and _has_aligned_lines(b):
+        if way.misaligned and not low and _are_aligned(a, b):
             return None
-        workspace = self._workspace(a) if way.workspace else None
-        # With strides given, PyTorch makes a tensor in half of the time.
+        workspace = new_tensor(a, (way.workspace,), (1,), torch.uint8) if way.workspace else None
         if not way.others:
             if given is None or (d := given[0]) is None:
-                strides, dtype = way.d
-                d = a.new_empty_strided(self.shape, strides, dtype=dtype)
+                d = new_tensor(a, self.shape, *way.d)
             return (d,) if way.launch(a, b, d, *inputs, way.raster, way.swizzle, workspace) == 0 else None
         if given is None:
             d, *others = self.new_outputs(a)
         else:
-            d, *others = [
-                a.new_empty_strided(shape, strides, dtype=dtype) if x is None else x
-                for x, (shape, strides, dtype) in zip(given, self._missing(), strict=True)
-            ]
+            missing = zip(given, self._missing(), strict=True)
+            d, *others = [new_tensor(a, *of) if x is None else x for x, of in missing]
         status = way.launch(a, b, d, *inputs, *others, way.raster, way.swizzle, workspace)
         return (d, *others) if status == 0 else None
 
     def new_outputs(self, a: Tensor) -> tuple[Tensor, ...]:
         """Return an empty tensor for each output, on the device of a."""
-        return tuple([a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self._missing()])
+        if not self.way.others:
+            return (new_tensor(a, self.shape, *self.way.d),)
+        return tuple([new_tensor(a, *of) for of in self._missing()])
 
     def _missing(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
         way = self.way
@@ -193,7 +201,7 @@ class Plan:
         return isinstance(other, Plan) and other.spec == self.spec
 
     def _workspace(self, a: Tensor) -> Tensor:
-        return a.new_empty_strided((self.way.workspace,), (1,), dtype=torch.uint8)
+        return new_tensor(a, (self.way.workspace,), (1,), torch.uint8)
 
 
 def _of_kernel(call: Call) -> tuple[Any, ...]:
@@ -220,7 +228,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     """
     arguments, outputs = call.arguments, (spec.d, *spec.outputs)
     read = ((spec.a, arguments.a), (spec.b, arguments.b))
-    shapes = tuple(map(arguments.output_shape, call.graph.outputs))
+    shapes = tuple(tuple(arguments.output_shape(o)) for o in call.graph.outputs)  # no torch.Size: see new_tensor
     made = tuple(
         (_by_columns(shape, call) if exact and of.major == "col" else new_strides(o.kind, shape), t.dtype)
         for o, shape, t, of in zip(call.graph.outputs, shapes, call.outputs, outputs, strict=True)
@@ -261,12 +269,11 @@ def _may_have_aligned_lines(operand: Operand, matrix: Tensor) -> bool:
     return length * operand.dtype.bytes % arch.TMA_ALIGNMENT_BYTES == 0
 
 
-def _has_aligned_lines(tensor: Tensor) -> bool:
-    """Whether a matrix's lines begin at multiples of 16 bytes."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 and all(
-        stride == 1 or stride * size % arch.TMA_ALIGNMENT_BYTES == 0 for stride in tensor.stride()
-    )
+def _are_aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether the lines of both matrices begin at multiples of 16 bytes."""
+    if (a.data_ptr() | b.data_ptr()) % _LINE:
+        return False
+    return all(stride == 1 or stride * x.element_size() % _LINE == 0 for x in (a, b) for stride in x.stride())
 
 
 def _by_columns(shape: tuple[int, ...], call: Call) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class Rows:
 
     def plan(self, shape: tuple[int, ...]) -> Plan | None:
         """Return a plan for an A of this shape; None if its best kernel is not loaded, or is none of this library."""
-        batch, problem = shape[:-1], self.decision.problem
+        batch, problem = tuple(shape[:-1]), self.decision.problem
         rows = math.prod(batch)
         if not batch or shape[-1] != problem.k or not rows:
             return None

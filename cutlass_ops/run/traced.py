@@ -485,6 +485,8 @@ def autocast(
 
 def autocast_dtype(tensor: Any) -> torch.dtype | None:
     """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
+    if not torch.compiler.is_dynamo_compiling() and not _any_autocast():
+        return None  # at once: every call with a norm's vector asks
     if not isinstance(tensor, Tensor) or tensor.device.type not in _AUTOCASTING:
         return None
     if not torch.is_autocast_enabled(tensor.device.type):
@@ -501,6 +503,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 # PyTorch refuses the question for others, such as "meta".
 _AUTOCASTING = ("cpu", "cuda")
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:

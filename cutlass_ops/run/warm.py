@@ -37,6 +37,8 @@ _transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C.
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
+_LINE = arch.TMA_ALIGNMENT_BYTES
+
 # Shapes that an op remembers: enough for every M up to 8192 at a few weights.
 _MAX_PLANS = 1 << 16
 # Plans for one shape: calls may differ in majors, alignments or dtypes of inputs.
@@ -81,12 +83,15 @@ class Warm(traced.Portable):
         self.outputs = tuple(o.name for o in graph.outputs)
         self.served_warm = self.refused_warm = self.copied_inputs = self.copied_operands = 0
         readers = {Kind.SCALAR: scalar, Kind.INTEGER: integer}
-        # Of inputs that are numbers: the type that needs no look, the name, and what looks at others.
+        # Of inputs that are numbers: the name, and what looks at one.
         self._scalars = (None,) * len(form.operands) + tuple(
-            (int if i.kind is Kind.INTEGER else float, i.name, readers[i.kind]) if i.kind in readers else None
-            for i in graph.inputs
+            (i.name, readers[i.kind]) if i.kind in readers else None for i in graph.inputs
         )
-        self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
+        # Where they are, and the type that needs no look.
+        self._numbers = tuple(
+            (at, float if of[1] is scalar else None) for at, of in enumerate(self._scalars) if of is not None
+        )
+        self._has_one_output = len(self.outputs) == 1
         self._count, self._input_names = len(self.names), frozenset(self.names)
         self._output_names = frozenset(self.outputs)
         self._others_not_given = (None,) * (len(self.outputs) - 1)
@@ -114,11 +119,10 @@ class Warm(traced.Portable):
                 inputs = self.positional(inputs, named)
             else:
                 inputs = tuple(map(named.__getitem__, self.names))
-        if self._has_scalars:
-            inputs = tuple(
-                x if of is None or type(x) is of[0] is float else of[2](of[1], x)
-                for of, x in zip(self._scalars, inputs, strict=True)
-            )
+        for at, plain in self._numbers:
+            if type(inputs[at]) is not plain:
+                inputs = self.numbers(inputs)
+                break
         if _autocast_enabled() and self._autocasts:
             a, b, inputs = traced.autocast(a, b, inputs, self.names, self.graph.products)
         # traced.is_watched(), inlined for speed.
@@ -139,9 +143,9 @@ class Warm(traced.Portable):
 
     def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return inputs with those that are numbers as a kernel takes them."""
-        if not self._has_scalars:
+        if not self._numbers:
             return inputs
-        return tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+        return tuple(x if of is None else of[1](of[0], x) for of, x in zip(self._scalars, inputs, strict=True))
 
     def in_math(self, math: Math) -> Any:
         """Return what multiplies FP32 operands in another type: see ``math`` of :func:`cutlass_ops.gemm`.
@@ -212,7 +216,7 @@ class Warm(traced.Portable):
             weight = self._plans.get(key)
             plan = None if weight is None else weight.plans.get(a.shape)
             # Where several plans are, the kernels that ask least come last, and the others may refuse.
-            low = isinstance(plan, tuple) and (a.data_ptr() | b.data_ptr()) % arch.TMA_ALIGNMENT_BYTES
+            low = isinstance(plan, tuple) and (a.data_ptr() | b.data_ptr()) % _LINE
         except (AttributeError, RuntimeError):  # not a tensor, or one without shape or memory
             return None
         if weight is None:
@@ -220,7 +224,7 @@ class Warm(traced.Portable):
         if plan is None:
             return self._run_at_other_rows(key, weight.rows, a, b, inputs, given)
         if isinstance(plan, tuple):
-            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given)
+            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given, bool(low))
         else:
             results, copies = plan.run(a, b, inputs, given), plan.copies
         if results is None:
@@ -316,13 +320,14 @@ def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
 
 
 def _run_one_of(
-    plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given
+    plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool
 ) -> tuple[tuple[Tensor, ...] | None, int]:
     """Run a call by the first plan that takes it. Return the results, and how many matrices it copies."""
-    if given is None and plans and type(plans[0]) is Plan:
-        given = plans[0].new_outputs(a)  # of every plan here, so that a refusal costs no allocation
+    first = plans[0]
+    if given is None and type(first) is Plan:
+        given = first.new_outputs(a)  # of every plan here, so that a refusal costs no allocation
     for plan in plans:
-        results = plan.run(a, b, inputs, given)
+        results = plan.run(a, b, inputs, given, low)
         if results is not None:
             return results, plan.copies
     return None, 0

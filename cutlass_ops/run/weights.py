@@ -144,7 +144,10 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
             f"{name} is {w.dtype}, and gamma would round it again: have gemm_residual_rms multiply x by gamma, or pass "
             "prepare(weight, gamma, dtype=...) of the weight in 16 bits"
         )
-    return w if gamma is None else folding.fold(traced.autocast_to(traced.autocast_dtype(w), w), gamma, name)
+    if gamma is None:
+        return w
+    dtype = traced.autocast_dtype(w)
+    return folding.fold(w if dtype is None else traced.autocast_to(dtype, w), gamma, name)
 
 
 def weight_scale(w: Tensor | PreparedWeight, given: Tensor | float | None, name: str) -> Tensor | float | None:

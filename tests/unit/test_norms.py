@@ -483,6 +483,37 @@ def test_a_second_fold_looks_at_nothing_and_is_the_same(major, k, n, monkeypatch
     assert torch.equal(folding.fold(w, gamma), first * 2)
 
 
+# A weight's placement and a gamma, and whether PyTorch's own product lies as kernels read it.
+FOLDED = {
+    "whole lines along K": (lambda w: w.t().contiguous().t(), lambda g: g, True),
+    "whole lines along N": (lambda w: w.contiguous(), lambda g: g, True),
+    "gamma in FP32": (lambda w: w.contiguous(), lambda g: g.float(), False),
+    "gamma of every second element": (lambda w: w.contiguous(), lambda g: g.repeat_interleave(2)[::2], True),
+    "a part of a wider weight": (lambda w: torch.cat([w, w], 1)[:, : w.shape[1]], lambda g: g, True),
+    "lines that are not whole": (lambda w: w[:, 1:].contiguous(), lambda g: g, False),
+    "one column": (lambda w: w[:, :1].contiguous(), lambda g: g, False),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_product_of_pytorchs_is_taken_only_where_it_lies_as_kernels_read_it(name, monkeypatch):
+    place, of_gamma, own = FOLDED[name]
+    folding._KNOWN.clear()
+    w, gamma = place(torch.randn(64, 40).to(BF16)), of_gamma(torch.rand(64).to(BF16))
+    first = folding.fold(w, gamma)
+    assert [strides == () for strides in folding._KNOWN.values()] == [own]
+    monkeypatch.setattr(folding, "fold_checked", None)
+    second = folding.fold(w, gamma)
+    exact = (w.double() * gamma.double()[:, None]).to(BF16)
+    for found in (first, second):
+        assert torch.equal(found, exact)
+        assert found.dtype == BF16
+        along = 0 if found.stride(0) == 1 else 1
+        assert found.stride(along) == 1
+        assert found.stride(1 - along) % 8 == 0
+    assert first.stride() == second.stride()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_what_was_not_folded_before_is_still_checked():
     w, gamma = torch.randn(K, N).to(BF16), torch.rand(K)

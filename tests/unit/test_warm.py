@@ -10,7 +10,7 @@ from signatures import A100
 import cutlass_ops as co
 from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import gated, norms, ops
+from cutlass_ops.run import gated, norms, ops, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 M, N, K, EPS = 48, 520, 264, 1e-5
@@ -44,6 +44,13 @@ def given(form):
     return empty("d") if form == "tensor" else {name: empty(name) for name in form.split()}
 
 
+def counted(monkeypatch):
+    """Return the list that grows with each tensor that a plan makes."""
+    made, new = [], plan.new_tensor
+    monkeypatch.setattr(plan, "new_tensor", lambda *x: made.append(x) or new(*x))
+    return made
+
+
 def wanted():
     pre = A.double() @ B.double() * 0.5 + BIAS.double()
     return {"d": pre.relu(), "pre": pre, "top": pre.max(0).values}
@@ -58,8 +65,7 @@ def op(device):
 def test_the_second_call_is_warm_and_allocates_what_is_not_given(op, device, form, monkeypatch):
     op(A, B, BIAS, 0.5, out=given(form))
     assert (op.served_warm, len(device.launches)) == (0, 1)
-    out, made, new = given(form), [], torch.Tensor.new_empty_strided
-    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *x, **y: made.append(x) or new(*x, **y))
+    out, made = given(form), counted(monkeypatch)
     monkeypatch.setattr(ops, "check_call", None)  # which looks at a call
     found = op(A, B, BIAS, 0.5, out=out)
     assert (op.served_warm, op.refused_warm, len(device.launches)) == (1, 0, 2)
@@ -161,8 +167,7 @@ def test_what_is_refused_first_costs_no_allocation(op, device, monkeypatch):
     other = shifted(A)
     for a in (A, other):
         op(a, B, BIAS, 0.5)
-    made, new = [], torch.Tensor.new_empty_strided
-    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *x, **y: made.append(x) or new(*x, **y))
+    made = counted(monkeypatch)
     before = op.served_warm
     op(other, B, BIAS, 0.5)
     assert op.served_warm == before + 1
