@@ -112,7 +112,7 @@ cutlass_ops::Matrix matrix(std::vector<T>& values, int m, int n, int64_t ld) {
 
 }  // namespace
 
-// Arguments: the folder, M, N, and the leading dimensions of x (row-major), y (column-major) and D.
+// Arguments: the folder, M, N, the leading dimensions of x (row-major), y (column-major) and D, and 1 if D overwrites x.
 int main(int, char** arguments) {
   folder = arguments[1];
   int const m = std::stoi(arguments[2]), n = std::stoi(arguments[3]);
@@ -131,6 +131,8 @@ int main(int, char** arguments) {
   Pointwise::Operands o{};
   o.problem.m = m, o.problem.n = n, o.problem.k = 8;
   o.d = matrix(d, m, n, ld_d), o.x = matrix(x, m, n, ld_x), o.y = matrix(y, m, n, ld_y), o.copy = matrix(copy, m, n, n);
+  bool const in_place = std::stoi(arguments[7]) == 1;
+  if (in_place) o.d = o.x;
   o.bias = bias.data(), o.scale = scale.data(), o.alpha.value = Element_alpha(0.75f);
   o.col_sum = col_sum.data(), o.col_at = col_at.data(), o.row_sum = row_sum.data(), o.row_lse = row_lse.data();
   std::vector<char> workspace(Pointwise::assign(o, nullptr), char(0xff));  // NaN, until parts are there
@@ -149,6 +151,6 @@ int main(int, char** arguments) {
   finish(Reduce_col_at{}, o.partial_col_at_, o.col_at, n, tiles);
   finish(Reduce_row_sum{}, o.partial_row_sum_, o.row_sum, m, strips);
   finish(Reduce_row_lse{}, o.partial_row_lse_, o.row_lse, m, strips);
-  write("d", d), write("copy", copy), write("col_sum", col_sum), write("col_at", col_at);
+  write("d", in_place ? x : d), write("copy", copy), write("col_sum", col_sum), write("col_at", col_at);
   write("row_sum", row_sum), write("row_lse", row_lse);
 }
