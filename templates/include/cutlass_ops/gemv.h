@@ -7,22 +7,12 @@
 #include "cutlass_ops/halves.h"
 
 #include "cutlass_ops/binding.h"
+#include "cutlass_ops/elements.h"
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/row_sums.h"
 
 namespace cutlass_ops {
 namespace gemv {
-
-// The element of a matrix at some row and column.
-template <class Element, Major kMajor>
-CUTLASS_DEVICE Element& element(Matrix const& matrix, int row, int column) {
-  return static_cast<Element*>(matrix.data)[kMajor == Major::kRow ? row * matrix.ld + column : row + column * matrix.ld];
-}
-
-template <class Element>
-CUTLASS_DEVICE float value(Scalar<Element> const& scalar) {
-  return float(scalar.ptr == nullptr ? scalar.value : *scalar.ptr);
-}
 
 // Sixteen bytes that are read once, and so not kept in the L1 cache. They are no constants: the kernel before may write them
 // after this one has begun.

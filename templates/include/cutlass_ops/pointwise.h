@@ -10,6 +10,7 @@
 #include "cutlass/array.h"
 
 #include "cutlass_ops/binding.h"
+#include "cutlass_ops/elements.h"
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/reduce.h"
 #include "cutlass_ops/sm80_reduction.h"
@@ -20,11 +21,6 @@ namespace pointwise {
 constexpr int kVector = 8;   // neighbours of a row that a thread has
 constexpr int kWarps = 8;    // of a thread block; each has every eighth of its rows
 constexpr int kColumns = 32 * kVector;
-
-template <class Element>
-CUTLASS_DEVICE float value(Scalar<Element> const& scalar) {
-  return float(scalar.ptr == nullptr ? scalar.value : *scalar.ptr);
-}
 
 // Eight neighbours of a row of an (M, N) tensor, which is aligned to so many elements. In memory they lie beside each other
 // if the tensor is row-major.
@@ -38,10 +34,7 @@ struct Piece {
 
   alignas(kAccess) Element values[kVector];
 
-  CUTLASS_DEVICE static Element* at(Matrix const& x, int row, int column) {
-    int64_t const place = kMajor == Major::kRow ? row * x.ld + column : row + column * x.ld;
-    return static_cast<Element*>(x.data) + place;
-  }
+  CUTLASS_DEVICE static Element* at(Matrix const& x, int row, int column) { return &element<Element, kMajor>(x, row, column); }
 
   // What lies beyond the last column is 0, and is not read.
   CUTLASS_DEVICE void load(Matrix const& x, int row, int column, int columns) {

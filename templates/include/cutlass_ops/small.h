@@ -10,6 +10,7 @@
 #include "cutlass_ops/halves.h"
 
 #include "cutlass_ops/batched.h"
+#include "cutlass_ops/elements.h"
 #include "cutlass_ops/epilogue_math.h"
 
 namespace cutlass_ops {
@@ -30,16 +31,6 @@ CUTLASS_DEVICE Element const* at(BatchedVector<Element> const& x, int batch, int
 template <class Element>
 CUTLASS_DEVICE Scalar<Element> const& at(Scalar<Element> const& x, int, int) {
   return x;
-}
-
-template <class Element, Major kMajor>
-CUTLASS_DEVICE Element& element(Matrix const& matrix, int row, int column) {
-  return static_cast<Element*>(matrix.data)[kMajor == Major::kRow ? row * matrix.ld + column : row + column * matrix.ld];
-}
-
-template <class Element>
-CUTLASS_DEVICE float value(Scalar<Element> const& scalar) {
-  return float(scalar.ptr == nullptr ? scalar.value : *scalar.ptr);
 }
 
 // ---- Operands -------------------------------------------------------------------------------------------------------
