@@ -1,5 +1,6 @@
 """Kernels are built by a process apart, which ends with this one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -35,10 +36,16 @@ def process():
 
 
 def child(shell):
-    """Return the process that a shell supervises."""
-    children = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
-    (found,) = (pid for pid in children if Path(f"/proc/{pid}/cmdline").read_text().startswith(sys.executable))
-    return int(found)
+    """Return the process that a shell supervises, once that has begun."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(FileNotFoundError):  # of one that has ended meanwhile
+            children = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+            found = [pid for pid in children if Path(f"/proc/{pid}/cmdline").read_text().startswith(sys.executable)]
+            if found:
+                return int(*found)
+        time.sleep(0.01)
+    raise TimeoutError(f"shell {shell} supervises no Python")
 
 
 def build(process, spec):
