@@ -103,6 +103,12 @@ class KernelConfig:
         """Whether the kernel computes D^T. By default so that the epilogue writes rows."""
         return d_col_major
 
+    @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        tile: ThreadblockShape = typing.cast(Any, self).threadblock
+        return (tile.m, tile.n), (1, 1)
+
     def target_on(self, capability: tuple[int, int]) -> str:
         """Return the target of such a kernel on devices of a compute capability."""
         major, minor = capability
@@ -296,11 +302,6 @@ class Sm80Config(KernelConfig):
         """Warps in one thread block."""
         t, w = self.threadblock, self.warp
         return (t.m // w.m) * (t.n // w.n) * (t.k // w.k)
-
-    @property
-    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Extents of tile and cluster along the problem's M and N."""
-        return (self.threadblock.m, self.threadblock.n), (1, 1)
 
     @property
     def slug(self) -> str:
@@ -540,11 +541,6 @@ class GemvConfig(KernelConfig):
         return False
 
     @property
-    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Extents of tile and cluster along the problem's M and N."""
-        return (self.threadblock.m, self.threadblock.n), (1, 1)
-
-    @property
     def slug(self) -> str:
         """Short readable name, unique among legal configurations."""
         return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
@@ -589,11 +585,6 @@ class SmallConfig(KernelConfig):
     def whole_k(self) -> bool:
         """Whether one warp adds up all of a tile's K, first to last. All such kernels round alike."""
         return True
-
-    @property
-    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Extents of tile and cluster along the problem's M and N."""
-        return (self.threadblock.m, self.threadblock.n), (1, 1)
 
     @property
     def slug(self) -> str:
@@ -641,11 +632,6 @@ class PointwiseConfig(KernelConfig):
     def whole_k(self) -> bool:
         """Whether it rounds as the kernels do that add up a tile's K first to last: it adds up nothing."""
         return False
-
-    @property
-    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Extents of tile and cluster along the problem's M and N."""
-        return (self.threadblock.m, self.threadblock.n), (1, 1)
 
     @property
     def slug(self) -> str:

@@ -103,6 +103,20 @@ def test_a_call_does_not_wait_for_the_store_where_a_loaded_kernel_gives_the_same
     assert device.queued == [decision.spec]
 
 
+@pytest.mark.parametrize(("m", "wgmma"), [(1, False), (8192, True)])
+def test_of_several_loaded_kernels_the_fastest_by_the_model_stands_in(device, specs, m, wgmma):
+    decision = best(m)
+    others = [spec for spec in specs if spec != decision.spec]
+    few = min((x for x in others if isinstance(x.config, GemvConfig)), key=lambda x: x.config.rows)
+    many = max((x for x in others if x.config.wgmma), key=lambda x: x.config.threadblock.m * x.config.threadblock.n)
+    assert decision.beside(device.those) is None
+    for spec in (few, many):
+        device.absent.discard(spec)
+        device.kernel(spec)
+    spec, ordered = decision.beside(device.those)
+    assert (spec.config, spec.config.wgmma) == (ordered.config, wgmma)
+
+
 def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs, monkeypatch):
     known = []
     monkeypatch.setattr(supply, "_store_is_quick", lambda: bool(known))
