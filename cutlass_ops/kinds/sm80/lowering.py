@@ -50,7 +50,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
         "several_fours": by_several_fours(mma, i.k),
-        # Kernels of other types had a memset before each launch when this came, and keep their keys.
+        # Kernels of other types clear their flags before each launch.
         "standing_flags": config.stream_k and mma.accumulator is f64,
         "stages": config.stages,
         "swizzle": _swizzle(spec, config),
