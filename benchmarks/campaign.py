@@ -5,8 +5,8 @@
     python benchmarks/campaign.py --list
 
 Each job has a GPU of its own, and its output goes to OUT/NAME.log. In a command, {out} is that folder. Jobs that
-measure the host run alone, after the others. What takes longer than it may, or than the limit leaves, is ended. The
-exit status is that of the worst job.
+measure the host run after the others, each on processors of its own: as many as a machine of one GPU has. What takes
+longer than it may, or than the limit leaves, is ended. The exit status is that of the worst job.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class Job:
         How long it may take.
     gpus : int
         How many GPUs it needs.
-    alone : bool
-        Whether nothing else may run meanwhile, as it measures the host.
+    host : bool
+        Whether it measures the host: nothing may run meanwhile but other such jobs, on other processors.
     """
 
     name: str
     command: str
     seconds: float
     gpus: int = 1
-    alone: bool = False
+    host: bool = False
 
 
 class Running:
     """A job that was started."""
 
-    def __init__(self, job: Job, gpus: list[int], out: Path, limit: float) -> None:
+    def __init__(self, job: Job, gpus: list[int], out: Path, limit: float, processors: set[int]) -> None:
         self.job, self.gpus, self.log = job, gpus, out / f"{job.name}.log"
         self.began, self.ends = time.monotonic(), time.monotonic() + min(job.seconds, limit)
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONUNBUFFERED": "1"}
@@ -72,6 +72,7 @@ class Running:
                 env=environment,
                 cwd=ROOT,
                 start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, processors),
             )
 
     def ended(self) -> int | None:
@@ -114,10 +115,16 @@ def run(wanted: Iterable[Job], gpus: int, out: Path, limit: float) -> dict[str, 
         Seconds until everything has ended.
     """
     ends, found, running = time.monotonic() + limit, dict[str, int](), list[Running]()
-    waiting, free = sorted(wanted, key=lambda job: job.alone), set(range(gpus))
+    waiting, free = sorted(wanted, key=lambda job: job.host), set(range(gpus))
+    everywhere = sorted(os.sched_getaffinity(0))
+    share = max(1, len(everywhere) // gpus)
+
+    def processors(job: Job, mine: Iterable[int]) -> set[int]:
+        own = {p for gpu in mine for p in everywhere[gpu * share : (gpu + 1) * share]}
+        return own if job.host and own else set(everywhere)
 
     def may_begin(job: Job) -> bool:
-        beside = not running or not (job.alone or running[0].job.alone)
+        beside = all(each.job.host == job.host for each in running)
         return beside and len(free) >= min(job.gpus, gpus) and ends - time.monotonic() > _LEAST
 
     while running or any(map(may_begin, waiting)):
@@ -126,7 +133,7 @@ def run(wanted: Iterable[Job], gpus: int, out: Path, limit: float) -> dict[str, 
                 waiting.remove(job)
                 mine = sorted(free)[: min(job.gpus, gpus)]
                 free.difference_update(mine)
-                running.append(Running(job, mine, out, ends - time.monotonic()))
+                running.append(Running(job, mine, out, ends - time.monotonic(), processors(job, mine)))
         for each in running[:]:
             status = each.ended()
             if status is not None:
@@ -163,7 +170,7 @@ def main() -> None:
         parser.error(str(exc))
     if args.list:
         for job in wanted:
-            print(f"{job.name:20} {job.seconds:4.0f} s  {'alone  ' if job.alone else ''}{job.command}")
+            print(f"{job.name:20} {job.seconds:4.0f} s  {'host   ' if job.host else ''}{job.command}")
         return
     if args.out is None:
         parser.error("--out is needed: where logs and results go")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from cutlass_ops.base import env, executors, resources, units
 from cutlass_ops.base.errors import (
@@ -541,11 +542,19 @@ def contract(
     _end(code)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+class _Program(TyperCommand):
+    """A command that runs a program: what follows a script is the script's own, and an op has nothing of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_interspersed_args = not any(each.endswith(".py") for each in args)
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Program)
 def profile(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come first."),
+        typer.Argument(metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come before a script."),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")

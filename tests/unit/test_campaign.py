@@ -1,6 +1,7 @@
 """A campaign: which jobs run beside each other, and what becomes of those that take too long."""
 
 import json
+import os
 import sys
 import time
 
@@ -11,7 +12,7 @@ from tests.scripts import script
 WORK = (
     "import json, os, pathlib, sys, time; began = time.monotonic(); time.sleep(float(sys.argv[3])); "
     "pathlib.Path(sys.argv[1], sys.argv[2] + '.json').write_text("
-    "json.dumps([os.environ['CUDA_VISIBLE_DEVICES'], began, time.monotonic()]))"
+    "json.dumps([os.environ['CUDA_VISIBLE_DEVICES'], began, time.monotonic(), sorted(os.sched_getaffinity(0))]))"
 )
 
 
@@ -22,13 +23,13 @@ def campaign():
 
 @pytest.fixture
 def ran(campaign, tmp_path):
-    """Run jobs of (name, seconds that it works, seconds that it may take, GPUs, whether alone) on so many GPUs."""
+    """Run jobs of (name, seconds that it works, seconds that it may take, GPUs, whether of the host) on so many GPUs."""
 
     def run(jobs, gpus, limit=60.0):
         command = f'{sys.executable} -c "{WORK}" {{out}}'
         wanted = [
-            campaign.Job(name, f"{command} {name} {works}", may, needs, alone)
-            for name, works, may, needs, alone in jobs
+            campaign.Job(name, f"{command} {name} {works}", may, needs, host)
+            for name, works, may, needs, host in jobs
         ]
         found = campaign.run(wanted, gpus, tmp_path, limit)
         times = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
@@ -41,7 +42,7 @@ def beside(x, y):
     return x[1] < y[2] and y[1] < x[2]
 
 
-def test_jobs_run_beside_each_other_on_gpus_of_their_own_and_some_alone(ran):
+def test_jobs_run_beside_each_other_on_gpus_of_their_own_and_those_of_the_host_last(ran):
     found, times = ran(
         [("host", 0.2, 9, 1, True), ("a", 1.0, 9, 1, False), ("b", 1.0, 9, 1, False), ("both", 0.2, 9, 2, False)], 2
     )
@@ -51,6 +52,18 @@ def test_jobs_run_beside_each_other_on_gpus_of_their_own_and_some_alone(ran):
     assert times["both"][0] == "0,1"
     assert not any(beside(times["both"], times[name]) for name in ("a", "b", "host"))
     assert times["host"][1] > max(times[name][2] for name in ("a", "b", "both"))
+
+
+def test_jobs_of_the_host_have_processors_of_their_own(ran):
+    every = os.sched_getaffinity(0)
+    found, times = ran([("x", 1.0, 9, 1, True), ("y", 1.0, 9, 1, True), ("other", 0.1, 9, 1, False)], 2)
+    assert set(found.values()) == {0}
+    assert beside(times["x"], times["y"])
+    assert set(times["other"][3]) == every
+    mine, yours = set(times["x"][3]), set(times["y"][3])
+    if len(every) > 1:
+        assert len(mine) == len(yours) == len(every) // 2
+        assert not mine & yours
 
 
 def test_what_takes_too_long_is_ended_and_the_others_go_on(ran, capsys):

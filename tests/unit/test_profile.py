@@ -370,7 +370,6 @@ def test_an_op_is_run_between_marks():
         ("no.py", (), "no.py is not a file"),
         ("gem", ("512x512x512",), "is not the name of an op"),
         ("gemm", (), "is not a problem size"),
-        ("gemm", ("512x512x512", "--json"), "--json comes after the op"),
         ("gemm", ("512x512x512", "64x64x64"), "at one problem, not at 2"),
     ],
 )

@@ -75,9 +75,6 @@ class Asked:
                 raise ConfigError(f"{self.target} is not a file: give a Python script, or an op and MxNxK")
             return (self.target, *self.arguments)
         op = spelling.op_of(self.target)
-        late = [argument for argument in self.arguments if argument.startswith("-")]
-        if late:
-            raise ConfigError(f"{late[0]} comes after the op: options of profile come before what it runs")
         problems = spelling.problems_of(self.arguments)
         if len(problems) != 1:
             raise ConfigError(f"profile runs an op at one problem, not at {len(problems)}: give one MxNxK")
