@@ -1,15 +1,16 @@
-"""Compiles what a campaign's jobs need before there is a GPU, so that the GPU's time goes into running.
+"""Compiles what a campaign's jobs need where there is no GPU, so that the GPU's time goes into running them.
 
-    python benchmarks/ahead.py --device "NVIDIA H200" --only training fp8_blocks backward_tests
+    python benchmarks/ahead.py --only training fp8_blocks backward_tests
+    python benchmarks/ahead.py --only training --list kernels.json      # notes the kernels and compiles none
 
-Each job begins as it would beside the GPU that is named, in a process that pretends to have it. It compiles its kernels
-into the user's store, and ends where it first needs the GPU itself. For tests, these are the kernels that
-`tests/gpu/kernels.py` knows. A kernel that a job compiles only later is not known here.
+Each job begins as it would on an H200, in a process that pretends to have one, and ends where it needs the GPU itself;
+tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than that is not known here.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import runpy
@@ -18,59 +19,79 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import campaign
-import torch
 
+from cutlass_ops.compilation import builder
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from tests.gpu import foreseen
 
-_TESTS = re.compile(r"tests/gpu/(test_\w+)\.py")
 ROOT = Path(__file__).parents[1]
+_TESTS = re.compile(r"tests/gpu/test_\w+\.py")
 
 
-def begin(words: list[str]) -> None:
-    """Compile what a command of Python needs, and return where it would need the GPU."""
-    tests = [found[1] for word in words for found in _TESTS.finditer(word)]
-    if tests:
-        from tests.gpu import kernels
+def note(words: list[str], path: Path) -> None:
+    """Begin a script here as if there were a GPU, and write what it would compile to a file."""
+    found: dict[Declaration, None] = {}
 
-        kernels.compile_known(tests)
-        return
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
+    def build_many(specs: Iterable[Declaration], **_: Any) -> list[None]:
+        wanted = list(specs)
+        found.update(dict.fromkeys(wanted))
+        return [None] * len(wanted)
+
+    foreseen.pretend(foreseen.DEVICE)
+    builder.build_many = build_many  # type: ignore[assignment]
+    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
     try:
         runpy.run_path(words[0], run_name="__main__")
-    except (AssertionError, RuntimeError) as exc:
+    except Exception as exc:  # whatever it is that a GPU is lacking for
         where = traceback.extract_tb(exc.__traceback__)
-        if not any(frame.filename.startswith(str(Path(torch.__file__).parent)) for frame in where):
-            raise
-        ours = next(frame for frame in reversed(where) if frame.filename.startswith(str(ROOT)))
-        print(f"needs the GPU at {Path(ours.filename).name}:{ours.lineno}", flush=True)
+        ours = next(frame for frame in reversed(where) if "site-packages" not in frame.filename)
+        print(f"   ends at {Path(ours.filename).name}:{ours.lineno}, {type(exc).__name__}: {str(exc)[:90]}", flush=True)
+    path.write_text(json.dumps([json.loads(spec.canonical()) for spec in found]))
+
+
+def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
+    """Return the kernels that a job is known to need."""
+    path, words = folder / f"{job.name}.json", shlex.split(job.command.format(out=folder))[1:]
+    tests = _TESTS.findall(job.command)
+    if tests:
+        command = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.gpu.foreseen", *tests]
+        command += ["--foreseen", str(path)]
+    elif words[0].endswith(".py"):
+        command = [__file__, "--note", str(path), *words]
+    else:
+        return []
+    around = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
+        "CUTLASS_OPS_CACHE_DIR": str(folder / "store"),
+    }
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=around, stdout=None if not tests else subprocess.DEVNULL)
+    return [declaration_from_json(each) for each in json.loads(path.read_text())]
 
 
 def main() -> None:
-    """Compile for jobs, one after the other; each has all processors."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=sorted(DEVICES), default="NVIDIA H200")
-    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of campaign.toml, in this order")
-    parser.add_argument("--command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.command:
-        pretend(args.device)
-        begin(args.command)
+    """Find the kernels of jobs, and compile them together."""
+    if sys.argv[1:2] == ["--note"]:
+        note(sys.argv[3:], Path(sys.argv[2]))
         return
-    with tempfile.TemporaryDirectory() as out:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of campaign.toml")
+    parser.add_argument("--list", type=Path, help="file that the kernels are written to, instead of compiling them")
+    args = parser.parse_args()
+    found: dict[Declaration, None] = {}
+    with tempfile.TemporaryDirectory() as folder:
         for job in campaign.jobs(campaign.PLAN, args.only):
-            program, *words = shlex.split(job.command.format(out=out))
-            known = program == "python" and (words[0].endswith(".py") or _TESTS.search(job.command))
-            print(f"== {job.name}{'' if known else ': what it needs is not known before'}", flush=True)
-            if known:
-                command = [sys.executable, __file__, "--device", args.device, "--command", *words]
-                path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-                subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+            each = kernels(job, Path(folder))
+            found.update(dict.fromkeys(each))
+            print(f"{job.name}: {len(each)} kernels", flush=True)
+    if args.list:
+        args.list.write_text(json.dumps([json.loads(spec.canonical()) for spec in found]))
+    else:
+        builder.build_many(found)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights. With `--form fp8`
 x and the weights are e4m3, with a scale for each row and for each column of each expert, against
-torch._scaled_grouped_mm. With `--form blocks` blocks of 1x128 of x and of 128x128 of the weights have scales instead,
-against the same function with scales of rows and columns: no function of PyTorch has such blocks. With `--form masked`
-each expert has room for the same rows, as many as the largest one has, against torch._grouped_mm of the rows alone.
+torch._scaled_grouped_mm: both add up in the Tensor Cores alone, and with `--form promoted` in FP32. With
+`--form blocks` blocks of 1x128 of x and of 128x128 of the weights have scales instead, against the same function with
+scales of rows and columns: no function of PyTorch has such blocks. With `--form masked` each expert has room for the
+same rows, as many as the largest one has, against torch._grouped_mm of the rows alone.
 
     python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
@@ -34,6 +35,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.base.mma import BLOCK_K as BLOCK
+from cutlass_ops.base.mma import Math
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
@@ -58,7 +61,9 @@ WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 71
 TOKENS = (64, 1024, 8192, 32768)
 GROUPS = ("balanced", "zipf", "one_hot")
 EPILOGUES = ("none", "silu")
-FORMS = ("rows", "wgrad", "fp8", "blocks", "masked")
+FORMS = ("rows", "wgrad", "fp8", "promoted", "blocks", "masked")
+# How sums are added up by form.
+SUMS: dict[str, Math | None] = {"fp8": "fast", "promoted": "promoted", "blocks": None}
 # Rooms of all experts take at most so many bytes, of x or of D; other cases of that form are left out.
 MOST_ROOM = 8 << 30
 DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -277,9 +282,12 @@ class Narrow:
     scale_a: Tensor
     scale_b: Tensor
     out: Tensor
+    math: Math | None = None
 
 
-def draw_narrow(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Narrow]:
+def draw_narrow(
+    case: Case, n: int, k: int, sets: int, device: str = "cuda", math: Math | None = "fast"
+) -> list[Narrow]:
     """Draw sets of inputs, quantised by row, and by column of each expert."""
     plain, found = draw(case, n, k, sets, device), []
     weights = torch.empty(case.experts, n, k, dtype=E4M3, device=device)
@@ -288,7 +296,7 @@ def draw_narrow(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> 
         weights[expert], scale_b[expert] = quantised(plain[0].w[expert].mT)
     for each in plain:
         x, scale_a = quantised(each.x)
-        found.append(Narrow(x, weights.mT, each.offsets, scale_a, scale_b, each.out))
+        found.append(Narrow(x, weights.mT, each.offsets, scale_a, scale_b, each.out, math))
     return found
 
 
@@ -300,15 +308,15 @@ def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def our_narrow(x: Narrow) -> Tensor:
     """Compute D into its memory by this library."""
-    found = co.scaled_grouped_gemm(x.x, x.w, x.offsets, x.scale_a, x.scale_b, out=x.out)
+    found = co.scaled_grouped_gemm(x.x, x.w, x.offsets, x.scale_a, x.scale_b, out=x.out, math=x.math)
     assert isinstance(found, Tensor)
     return found
 
 
 def their_narrow(x: Narrow) -> Tensor:
-    """Compute D by PyTorch, which also adds up in the Tensor Cores alone."""
+    """Compute D by PyTorch, which adds up in the same way."""
     return torch._scaled_grouped_mm(
-        x.x, x.w, x.scale_a, x.scale_b, offs=x.offsets, out_dtype=DTYPE, use_fast_accum=True
+        x.x, x.w, x.scale_a, x.scale_b, offs=x.offsets, out_dtype=DTYPE, use_fast_accum=x.math == "fast"
     )
 
 
@@ -337,8 +345,8 @@ def narrow_errors(x: Narrow, results: dict[str, Tensor]) -> dict[str, float]:
     return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
 
 
-def run_narrow(case: Case) -> dict[str, Any]:
-    """Check and time one case in FP8.
+def run_narrow(case: Case, form: str) -> dict[str, Any]:
+    """Check and time one case in FP8: of the form "fp8" or "promoted".
 
     Raises
     ------
@@ -348,7 +356,7 @@ def run_narrow(case: Case) -> dict[str, Any]:
     n, k = WEIGHTS[case.experts]
     active = sum(size > 0 for size in case.sizes)
     moved = case.tokens * k + active * n * k + case.tokens * n * DTYPE.itemsize
-    sets = draw_narrow(case, n, k, rotation(moved))
+    sets = draw_narrow(case, n, k, rotation(moved), math=SUMS[form])
     first = sets[0]
     first.out.fill_(float("nan"))
     results = {"ours": our_narrow(first), "grouped_mm": their_narrow(first)}
@@ -356,13 +364,13 @@ def run_narrow(case: Case) -> dict[str, Any]:
     errors = narrow_errors(first, results)
     assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
     arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
-    decision = scaled_grouped_op(True, True).plan(*arguments, out=first.out)
+    decision = scaled_grouped_op(True, True).plan(*arguments, out=first.out, math=first.math)
     variants = {
         "ours": lambda index: our_narrow(sets[index % len(sets)]),
         "grouped_mm": lambda index: their_narrow(sets[index % len(sets)]),
     }
     times = harness.time_interleaved(variants, expected_us(Problem(max(1, case.tokens // active), n, k, active), 1))
-    return row_of("fp8", case, times, errors, moved, decision.spec.config.slug)
+    return row_of(form, case, times, errors, moved, decision.spec.config.slug)
 
 
 def draw_blocks(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Narrow]:
@@ -511,13 +519,14 @@ def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
         if form == "wgrad":
             gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
             call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
-        elif form in ("fp8", "blocks"):
+        elif form in SUMS:
             w, blocks = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT, form == "blocks"
             steps = -(-k // BLOCK)
             of_x = (case.tokens, steps) if blocks else (case.tokens,)
             of_w = (case.experts, -(-n // BLOCK), steps) if blocks else (case.experts, n)
             scales = torch.empty(of_x, device="meta"), torch.empty(of_w, device="meta")
-            op = scaled_grouped_op(not blocks, not blocks, None, blocks)
+            op, math = scaled_grouped_op(not blocks, not blocks, None, blocks), SUMS[form]
+            op = op if math is None else op.in_math(math)
             call = op.checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
         elif form == "masked":
             w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
@@ -626,7 +635,8 @@ def main() -> None:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
         case = Case(experts, tokens, groups)
-        runs = {"wgrad": run_gradient, "fp8": run_narrow, "blocks": run_blocks, "masked": run_padded}
+        narrow = {form: partial(run_narrow, form=form) for form in ("fp8", "promoted")}
+        runs = {"wgrad": run_gradient, **narrow, "blocks": run_blocks, "masked": run_padded}
         rows.append(run_case(case, epilogue) if args.form == "rows" else runs[args.form](case))
         row = rows[-1]
         others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())

@@ -30,6 +30,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import cutlass_ops as co
 
 FP8 = torch.float8_e4m3fn
+# Sums by the Tensor Cores alone, as PyTorch's layer below has them: weights have both signs, so products cancel.
+SUMS = "fast"
 
 
 class Stream(NamedTuple):
@@ -112,13 +114,13 @@ class Fp8Layer(torch.nn.Module):
             The residual stream after it.
         """
         rotation = {"epilogue": block.rotary, "position": positions, "frequency": self.frequency}
-        qkv = co.rmsnorm_gemm(stream.copy, self.qkv, rstd=stream.statistic, scale_a=stream.scale, **rotation)
+        qkv = co.rmsnorm_gemm(stream.copy, self.qkv, rstd=stream.statistic, scale_a=stream.scale, math=SUMS, **rotation)
         attended, scale = self.attended.quantize(self._attention(qkv, cache))
         made = self._plus_residual(attended, self.o, scale, stream.y, self.after, self.middle)
         measures = self.hidden.scaling == "delayed"
         hidden = co.gemm_swiglu(
             made.copy, self.gate, self.up, rstd=made.statistic, scale_a=made.scale,
-            scale_out=self.hidden.scale, amax=measures, out_dtype=FP8,
+            scale_out=self.hidden.scale, amax=measures, out_dtype=FP8, math=SUMS,
         )  # fmt: skip
         if measures:
             hidden, amax = hidden
@@ -130,7 +132,7 @@ class Fp8Layer(torch.nn.Module):
     ) -> Stream:
         measures = state.scaling == "delayed"
         made = co.gemm_residual_rms(
-            x, w, residual, eps=self.eps, scale_a=scale, gamma=gamma, scale_out=state.scale, amax=measures
+            x, w, residual, eps=self.eps, scale_a=scale, gamma=gamma, scale_out=state.scale, amax=measures, math=SUMS
         )
         if measures:
             state.record(made.amax)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, bf16, f32, f64, i32, i64
+from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
@@ -251,7 +251,7 @@ def check_call(
     elif form == RAGGED_K:
         arguments = groups.check_arguments_of_k(graph, a, b, offsets, inputs)
     else:
-        arguments = groups.check_arguments(graph, a, b, offsets, inputs, form)
+        arguments = groups.check_arguments(graph, a, b, offsets, inputs, form, math)
     if spec is not None and spec.form != arguments.form.of_kernels:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
@@ -457,9 +457,9 @@ def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
 
-# The greatest K of which sums are `fast` by default: up to there they have at most 1.1 times the error of promoted ones
-# (docs/fp8.md). Rounding to BF16 hides more of it than what FP16 and FP32 keep.
-_FAST_K_TO_BF16, _FAST_K = 1024, 128
+# The greatest K of which sums are `fast` by default: up to there they have at most 1.1 times the error of promoted
+# ones, also where no products cancel (docs/fp8.md). Rounding to FP8 hides more of it than other types.
+_FAST_K_TO_FP8, _FAST_K = 512, 128
 
 
 def accumulation(call: Call) -> tuple[mma.Math | None, str]:
@@ -471,13 +471,11 @@ def accumulation(call: Call) -> tuple[mma.Math | None, str]:
         return "promoted", "scales of blocks are applied as sums are added up"
     if call.arguments.math is not None:
         return call.arguments.math, f"math={call.arguments.math!r}"
-    if call.arguments.form.operands:
-        return "fast", "groups have no other"
+    if call.graph.quantized is not None and call.graph.products:
+        return "fast", "registers do not hold two products of 128 columns with sums in FP32 beside them"
     tiles = (t for o, t in zip(call.graph.outputs, call.outputs, strict=True) if o.kind is Kind.TILE)
     rounded = {element_type("out", tile) for tile in tiles}.difference(FP8)
-    if not rounded:
-        return "fast", "rounding to FP8 takes far more than that"
-    longest = _FAST_K_TO_BF16 if rounded == {bf16} else _FAST_K
+    longest = _FAST_K if rounded else _FAST_K_TO_FP8
     if call.problem.k <= longest:
         return "fast", f"K is at most {longest}"
     return "promoted", f"K is more than {longest}, of which math='fast' would add more than a tenth to the error"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_ops.base.mma import Math
+from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
@@ -33,9 +33,10 @@ class _OfGroups(Op):
     how: str
     no_gradient: str
 
-    def __init__(self, epilogue: Epilogue) -> None:
+    def __init__(self, epilogue: Epilogue, math: Math | None = None) -> None:
         groups.require(epilogue.graph, self.form)
-        super().__init__(groups.FUNCTIONS[self.form.name], epilogue, made_by=(self.how, self._plain(epilogue.graph)))
+        made_by = (self.how, self._plain(epilogue.graph))
+        super().__init__(groups.FUNCTIONS[self.form.name], epilogue, made_by=made_by, math=math)
 
     def _plain(self, graph: Graph) -> Any:
         return graph.to_json()
@@ -50,17 +51,24 @@ class _OfGroups(Op):
     ) -> Call:
         offsets, *others = inputs
         named = dict(zip(self.names[1:], others, strict=True))
-        return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets, form=self.form)
+        return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets, math=self.math, form=self.form)
 
-    def in_math(self, math: Math) -> NoReturn:
-        """Refuse FP32 operands.
+    def made_in_math(self, math: Math, made_by: tuple[str, Any]) -> _OfGroups:
+        """Return a new op like this one, that adds up FP8 products in a way.
 
         Raises
         ------
         TypeError
-            Always.
+            If `math` is no such way, or nothing here is in FP8.
         """
-        raise TypeError(f"{self.name} takes no math: groups of rows are multiplied in 16 bits")
+        if self.form == RAGGED_K:
+            raise TypeError(f"{self.name} takes no math: its operands have 16 bits")
+        if math not in ACCUMULATIONS:
+            raise TypeError(f"math is {math!r}, and {self.name} takes {' or '.join(map(repr, ACCUMULATIONS))}, for FP8")
+        return self._in_math(math)
+
+    def _in_math(self, math: Math) -> _OfGroups:
+        return type(self)(self.epilogue, math)
 
     def of(self, graph: Graph) -> _OfGroups:
         """Return the op of a gradient.
@@ -102,9 +110,12 @@ class MaskedOp(_OfGroups):
         "grouped_gemm, which has one"
     )
 
-    def __init__(self, epilogue: Epilogue, expected: int = 0) -> None:
+    def __init__(self, epilogue: Epilogue, expected: int = 0, math: Math | None = None) -> None:
         self.expected = expected
-        super().__init__(epilogue)
+        super().__init__(epilogue, math)
+
+    def _in_math(self, math: Math) -> MaskedOp:
+        return MaskedOp(self.epilogue, self.expected, math)
 
     def _plain(self, graph: Graph) -> Any:
         return [self.expected, graph.to_json()]
@@ -185,6 +196,7 @@ def grouped_gemm(
     epilogue: Epilogue | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Multiply groups of rows by a weight each, in one kernel: D[rows of e] = epilogue(x[rows of e] @ w[e], inputs).
@@ -214,6 +226,8 @@ def grouped_gemm(
         Where to write D, or the outputs by name: (T, N), row-major.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+    math : {"fast", "promoted"}, optional
+        How sums of FP8 products are added up, as for :func:`gemm`.
     **inputs
         The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N);
         Product (E, K, N), a further weight for each expert; Scalar a number or 0-d tensor; Integer an int or a 0-d
@@ -245,7 +259,7 @@ def grouped_gemm(
     >>> co.grouped_gemm(x, weights.mT, offsets, epilogue=biased, bias=bias, weight=weight)[:, 0].tolist()
     [8.0, 4.0, 9.0, 9.0, 18.0]
     """
-    return grouped_op(epilogue)(x, w, offsets, out=out, out_dtype=out_dtype, **inputs)
+    return grouped_op(epilogue)(x, w, offsets, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 @prepared_by(lambda x, w, counts, epilogue, expected_rows: (masked_op(epilogue, expected_rows), (x, w, counts)))
@@ -258,6 +272,7 @@ def grouped_gemm_masked(
     expected_rows: int | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Multiply the rows that each group has by a weight each, in one kernel: D[e, rows] = epilogue(x[e, rows] @ w[e]).
@@ -289,6 +304,8 @@ def grouped_gemm_masked(
         groups.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+    math : {"fast", "promoted"}, optional
+        How sums of FP8 products are added up, as for :func:`gemm`.
     **inputs
         The epilogue's inputs by name: Row (E, N), a row for each group, or (N,) for all; Col (E, M); Tile (E, M, N);
         Product (E, K, N), a further weight for each group; Scalar a number or 0-d tensor; Integer an int or a 0-d
@@ -318,7 +335,7 @@ def grouped_gemm_masked(
     >>> d[..., 0].tolist()
     [[8.0, 0.0, 0.0], [8.0, 8.0, 8.0]]
     """
-    return masked_op(epilogue, expected_rows)(x, w, counts, out=out, out_dtype=out_dtype, **inputs)
+    return masked_op(epilogue, expected_rows)(x, w, counts, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 def _transposed(x: Any) -> Any:

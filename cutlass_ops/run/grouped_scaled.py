@@ -119,6 +119,7 @@ def scaled_grouped_gemm(
     epilogue: Epilogue | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: mma.Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute D[rows of e] = epilogue(scale_a * scale_b[e] * (x[rows of e] @ w[e]), inputs) in one kernel.
@@ -145,7 +146,7 @@ def scaled_grouped_gemm(
         (E, N, ceil(K / 128)), one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
-    out, out_dtype, **inputs
+    out, out_dtype, math, **inputs
         As for :func:`grouped_gemm`. D's dtype is BF16 by default for FP8.
 
     Returns
@@ -176,7 +177,7 @@ def scaled_grouped_gemm(
     True
     """
     op, arguments = _prepared(scaled_grouped_op, x, w, offsets, scale_a, scale_b, epilogue)
-    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 @prepared_by(
@@ -195,6 +196,7 @@ def scaled_grouped_gemm_masked(
     expected_rows: int | None = None,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
+    math: mma.Math | None = None,
     **inputs: Any,
 ) -> Any:
     """Compute D[e, rows] = epilogue(scale_a * scale_b[e] * (x[e, rows] @ w[e]), inputs) in one kernel.
@@ -218,7 +220,7 @@ def scaled_grouped_gemm_masked(
         With blocks of x, of blocks of w as for :func:`scaled_grouped_gemm`.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
-    expected_rows, out, out_dtype, **inputs
+    expected_rows, out, out_dtype, math, **inputs
         As for :func:`grouped_gemm_masked`. D's dtype is BF16 by default for FP8.
 
     Returns
@@ -249,4 +251,4 @@ def scaled_grouped_gemm_masked(
     True
     """
     op, arguments = _prepared(scaled_masked_op, x, w, counts, scale_a, scale_b, epilogue, expected_rows)
-    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)

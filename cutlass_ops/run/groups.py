@@ -22,7 +22,7 @@ from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches
 from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes, repeats
 from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
-from cutlass_ops.run.operands import Arguments, require_scalings
+from cutlass_ops.run.operands import Arguments, multiplied, require_scalings, require_sums
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
@@ -61,7 +61,13 @@ def form_of_call(form: Form, a: Any) -> Form:
 
 
 def check_arguments(
-    graph: Graph, x: Any, w: Any, ends: Any, inputs: Mapping[str, Any], form: Form = GROUPED
+    graph: Graph,
+    x: Any,
+    w: Any,
+    ends: Any,
+    inputs: Mapping[str, Any],
+    form: Form = GROUPED,
+    math: mma.Math | None = None,
 ) -> Arguments:
     """Check the operands and inputs of a call against each other.
 
@@ -77,6 +83,8 @@ def check_arguments(
         The epilogue's inputs by name.
     form : Form
         Whether groups follow each other, or each has room for as many rows.
+    math : str, optional
+        How sums of FP8 products are added up.
 
     Raises
     ------
@@ -85,8 +93,9 @@ def check_arguments(
     ValueError
         If shapes or devices differ, or the epilogue has no meaning for groups.
     """
-    found = _check_operands(x, w, ends, form)
+    found = _check_operands(x, w, ends, form, math)
     require(graph, form)
+    require_sums(graph, math)
     require_scalings(graph, found, x, w, "xw")
     x, w = as_stored(x), as_stored(w)
     (*leading, k), (experts, _, n) = x.shape, w.shape
@@ -116,10 +125,10 @@ def check_arguments(
     spread = tuple(name for name, value in given if values[name].shape != value.shape)
     copied = tuple(name for name, value in given if name not in each and repeats(value))
     problem = Problem(leading[-1], n, k, experts)
-    return Arguments(problem, tuple(leading), x, w, values, spread, copied, form)
+    return Arguments(problem, tuple(leading), x, w, values, spread, copied, form, math=math)
 
 
-def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> mma.MmaSpec:
+def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None) -> mma.MmaSpec:
     shape_of_x, (of_form,) = "(T, K)" if form == GROUPED else "(E, M, K)", form.operands
     for name, value, shape in (("x", x, shape_of_x), ("w", w, "(E, K, N)"), (of_form, ends, "(E,)")):
         require_tensor(name, value)
@@ -128,6 +137,7 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form) -> mma.MmaSpec:
     found = mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS))
     if found is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
+    multiplied("x", x, math)
     if x.shape[-1] != w.shape[1] or (form == MASKED and x.shape[0] != w.shape[0]):
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[-1] == w.shape[2] else ""
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be {shape_of_x} and (E, K, N){hint}")

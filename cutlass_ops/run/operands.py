@@ -180,6 +180,21 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
 _MULTIPLIED = (*(t for t in mma.OPERANDS if mma.math_of(t) is None), f32)
 
 
+def require_sums(graph: Graph, math: mma.Math | None) -> None:
+    """Check that products can be added up in a way.
+
+    Raises
+    ------
+    TypeError
+        If blocks have scales, which only one way applies.
+    """
+    if graph.block_scales and math == "fast":
+        raise TypeError(
+            f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
+            "are added up in FP32: omit math"
+        )
+
+
 def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], math: mma.Math | None = None) -> Arguments:
     """Check a call's operands and inputs against each other.
 
@@ -203,11 +218,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
             "compute it before, and pass it as a Col, or as rstd= where a function takes that"
         )
-    if graph.block_scales and math == "fast":
-        raise TypeError(
-            f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
-            "are added up in FP32: omit math"
-        )
+    require_sums(graph, math)
     require_scalings(graph, found, a, b)
     if b.ndim > 2:
         return _check_batched(graph, a, b, inputs)._replace(math=math)

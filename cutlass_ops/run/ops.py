@@ -114,6 +114,11 @@ class Op(Warm):
     def in_math(self, math: Math) -> Op:  # noqa: D102
         return op_in_math(self.about.split(";", 4)[4], math)
 
+    def made_in_math(self, math: Math, made_by: tuple[str, Any]) -> Op:
+        """Return a new op like this one, in some math: see :func:`op_in_math`."""
+        instead = None if self._instead is None else _instead_in_math(self._instead, math)
+        return Op(self.name, self.epilogue, instead, made_by, math, self._called)
+
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
@@ -393,8 +398,7 @@ def op_in_math(op: str, math: Math) -> Op:
     assert isinstance(found, Op)
     if found.math is not None:
         raise TypeError(f"math is {math!r}, and {found.name} has math {found.math!r}: omit math")
-    instead = None if found._instead is None else _instead_in_math(found._instead, math)
-    return Op(found.name, found.epilogue, instead, traced.maker_of(op), math, found._called)
+    return found.made_in_math(math, traced.maker_of(op))
 
 
 def _instead_in_math(instead: Instead, math: Math) -> Instead:
@@ -470,8 +474,8 @@ def gemm(
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
         10 bits of fraction, ``"3xtf32"`` splits each into two such numbers and adds three products up, at a third of
         the speed or less. Of FP8 operands, how sums are added up: ``"fast"`` by the Tensor Cores alone, or
-        ``"promoted"`` in FP32 every 128 of K. By default it is ``"promoted"`` for K above 1024, unless D is FP8. Of no
-        other operands.
+        ``"promoted"`` in FP32 every 128 of K. By default it is ``"promoted"`` for K above 128, or 512 if D is FP8. Of
+        no other operands.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
         ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before

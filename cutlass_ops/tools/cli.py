@@ -554,7 +554,9 @@ class _Program(TyperCommand):
 def profile(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come before a script."),
+        typer.Argument(
+            metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come before a script."
+        ),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")

@@ -84,6 +84,18 @@ def test_two_weights_of_another_type_than_a(a, b):
     assert_close(found, F.silu(first) * second)
 
 
+@pytest.mark.parametrize("k", [128, 256, 512, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3], ids=str)
+def test_sums_of_positive_products_are_as_good_as_pytorch_s(k, dtype):
+    """By default, without a name for how they are added up."""
+    x, w = (torch.rand(rows, k, device="cuda").to(E4M3) for rows in (256, 512))
+    one = torch.ones((), device="cuda") / k
+    wanted = x.double() @ w.double().t() / k
+    theirs = torch._scaled_mm(x, w.t(), one, torch.ones_like(one), out_dtype=torch.float32).to(dtype)
+    found = co.scaled_gemm(x, w.t(), one, 1.0, out_dtype=dtype)
+    assert oracle.error(found, wanted) <= 1.15 * oracle.error(theirs, wanted)
+
+
 @pytest.mark.parametrize("m", [16, 512])
 def test_every_kernel_that_a_weight_may_need_is_right(m):
     n, k = 512, 2048

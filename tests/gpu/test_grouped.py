@@ -574,6 +574,19 @@ def test_calls_with_room():
             oracle.assert_close(out[group, :size], wanted[group, :size])
 
 
+def test_groups_of_positive_fp8_are_added_up_in_fp32():
+    """Where nothing cancels, the Tensor Cores' own sums are off by percents."""
+    n, k, sizes = 256, 4096, [30, 0, 98]
+    x = torch.rand(128, k, device="cuda").to(torch.float8_e4m3fn)
+    w = torch.rand(3, n, k, device="cuda").to(torch.float8_e4m3fn).mT
+    wanted = exact(builtin.identity.graph, x, w, sizes, {})["d"]
+    oracle.assert_close(co.grouped_gemm(x, w, offsets_of(sizes)), wanted)
+    fast = co.grouped_gemm(x, w, offsets_of(sizes), math="fast")
+    assert 0.01 < oracle.error(fast, wanted) < 0.2
+    promoted = co.grouped_gemm(x, w, offsets_of(sizes), math="promoted")
+    assert oracle.error(promoted, wanted) < 0.004
+
+
 @pytest.mark.parametrize("of_w", [128, 1], ids=["128x128", "128x1"])
 def test_a_call_with_scales_of_blocks(of_w):
     """Groups that follow each other, and with room: one kernel serves both."""

@@ -14,7 +14,7 @@ CALLS = {
     "fp8": (FP8, [("rows", "fast", (16, 6144, 4096)), ("blocks", "promoted", (4096, 6144, 4096))]),
     "quantize": (QUANTIZE, [(64, 1024, 512)], 1),
     "batched": (BATCHED, [*product(("small", "large"), BATCHED.EPILOGUES)]),
-    **{f"grouped {form}": (GROUPED, GROUPS, form) for form in ("rows", "wgrad", "fp8")},
+    **{f"grouped {form}": (GROUPED, GROUPS, form) for form in ("rows", "wgrad", "fp8", "promoted")},
 }
 
 

@@ -23,13 +23,12 @@ def campaign():
 
 @pytest.fixture
 def ran(campaign, tmp_path):
-    """Run jobs of (name, seconds that it works, seconds that it may take, GPUs, whether of the host) on so many GPUs."""
+    """Run jobs of (name, seconds that it works, seconds that it may take, GPUs, whether of the host) on GPUs."""
 
     def run(jobs, gpus, limit=60.0):
         command = f'{sys.executable} -c "{WORK}" {{out}}'
         wanted = [
-            campaign.Job(name, f"{command} {name} {works}", may, needs, host)
-            for name, works, may, needs, host in jobs
+            campaign.Job(name, f"{command} {name} {works}", may, needs, host) for name, works, may, needs, host in jobs
         ]
         found = campaign.run(wanted, gpus, tmp_path, limit)
         times = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

@@ -59,7 +59,7 @@ def call():
     return make
 
 
-def signature(dtype="e4m3", graph=builtin.bias.graph, device=H100, problem=(512, 4096, 1024), **named):
+def signature(dtype="e4m3", graph=builtin.bias.graph, device=H100, problem=(512, 4096, 128), **named):
     return signature_of(call_at(graph, Problem(*problem), dtype, "row", "col", **named), device)
 
 

@@ -9,7 +9,10 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import signature_from_json, signature_to_json
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run.call import accumulation, call_at, signature_of
+from cutlass_ops.kinds import legality
+from cutlass_ops.run import traced
+from cutlass_ops.run.call import accumulation, call_at, check_call, signature_of
+from cutlass_ops.run.grouped import wgrad_op
 from cutlass_ops.run.requests import requested
 from cutlass_ops.tools.explaining import explain_call
 
@@ -17,6 +20,11 @@ E4M3 = torch.float8_e4m3fn
 X, W = (torch.randn(rows, 32).to(E4M3) for rows in (8, 16))
 
 pytestmark = pytest.mark.usefixtures("session")
+
+
+@co.epilogue
+def swiglu_quantized(acc, up: co.Product):
+    return co.quantize(co.silu(acc) * up, "e4m3", block=128)
 
 
 def call(k, math=None, graph=builtin.identity.graph, **named):
@@ -27,15 +35,17 @@ def call(k, math=None, graph=builtin.identity.graph, **named):
 @pytest.mark.parametrize(
     ("made", "wanted"),
     [
-        (call(1024), "fast"),
-        (call(1040), "promoted"),
+        (call(128), "fast"),
+        (call(144), "promoted"),
         (call(128, out_dtype=torch.float32), "fast"),
         (call(144, out_dtype=torch.float32), "promoted"),
         (call(144, out_dtype=torch.float16), "promoted"),
-        (call(4096, out_dtype=E4M3), "fast"),
+        (call(512, out_dtype=E4M3), "fast"),
+        (call(528, out_dtype=E4M3), "promoted"),
         (call(4096, "fast"), "fast"),
         (call(128, "promoted"), "promoted"),
         (call(128, graph=composed.scaled_blocks.graph), "promoted"),
+        (call(4096, graph=swiglu_quantized.graph), "fast"),
         (call(4096, dtype="bf16"), None),
     ],
 )
@@ -92,3 +102,40 @@ def test_a_kernel_of_fast_sums_does_not_serve_promoted_operands():
         a="e4m3.row.promoted", b="e4m3.col.promoted", d="bf16.row", epilogue=builtin.identity, config=config
     )
     assert [broken.rule for broken in co.check(spec)] == ["accumulation"]
+
+
+def test_groups_take_names_too():
+    w, offsets, scale = W[None].expand(2, -1, -1).contiguous(), torch.tensor([3, 8], dtype=torch.int32), torch.ones(())
+    wanted = co.grouped_gemm(X, w.mT, offsets)
+    for math in ("fast", "promoted"):
+        assert torch.equal(co.grouped_gemm(X, w.mT, offsets, math=math), wanted)
+        assert torch.equal(co.scaled_grouped_gemm(X, w.mT, offsets, scale, scale, math=math), wanted)
+        compiled = torch.compile(lambda x, b, n=math: co.grouped_gemm(x, b, offsets, math=n), backend="eager")
+        assert torch.equal(compiled(X, w.mT), wanted)
+        op = requested(co.grouped_gemm, X, w.mT, offsets, math=math).op
+        assert op.math == math
+        assert traced.find(op.about.split(";", 4)[4]).math == math
+    x, counts = X.view(2, 4, -1), torch.tensor([4, 4], dtype=torch.int32)
+    found = co.grouped_gemm_masked(x, w.mT, counts, expected_rows=3, math="promoted")
+    assert torch.equal(found, co.grouped_gemm_masked(x, w.mT, counts))
+    assert requested(co.grouped_gemm_masked, x, w.mT, counts, expected_rows=3, math="fast").op.expected == 3
+
+
+def test_groups_refuse_names_of_other_operands():
+    w, offsets = W[None], torch.tensor([8], dtype=torch.int32)
+    with pytest.raises(TypeError, match="math='fast' is of FP8 operands: omit math"):
+        co.grouped_gemm(X.bfloat16(), w.bfloat16().mT, offsets, math="fast")
+    with pytest.raises(TypeError, match="takes 'fast' or 'promoted', for FP8"):
+        co.grouped_gemm(X, w.mT, offsets, math="tf32")
+    with pytest.raises(TypeError, match="grouped_gemm_wgrad takes no math: its operands have 16 bits"):
+        wgrad_op().in_math("fast")
+
+
+def test_groups_of_a_large_k_are_added_up_in_fp32():
+    x, w, offsets = (torch.empty(s, dtype=E4M3, device="meta") for s in ((512, 4096), (2, 256, 4096), (2,)))
+    for math, wanted in ((None, "promoted"), ("fast", "fast")):
+        made = check_call(builtin.identity.graph, x, w.mT, {}, None, None, offsets=offsets.int(), math=math)
+        assert accumulation(made)[0] == wanted
+        decision = dispatch.decide(signature_of(made, H100), H100, made.problem)
+        assert {spec.config.accumulation for spec in decision.specs} == {wanted}
+        assert all(legality.check(spec) == () for spec in decision.specs)

@@ -163,7 +163,7 @@ REFUSED = {
     "means": (lambda: co.gemm(A, W.t(), epilogue=centred, math="tf32"), "takes mean_of_a of its rows, as of 16 bits"),
     "groups": (
         lambda: co.grouped_gemm(A, W.t()[None], torch.tensor([24]), math="tf32"),
-        "grouped_gemm takes no math",
+        "math is 'tf32', and grouped_gemm takes 'fast' or 'promoted', for FP8",
     ),
     "RMSNorm": (
         lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"),
