@@ -56,6 +56,7 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
     texts : str or iterable of str
         Extents are separated by ``x``, ``X``, ``*`` or ``×``, or named, as in ``"M=1,16 N=4096 K=4096"``. ``"(512,
         4096, 4096)"`` also works. Spaces around separators are ignored, so the words of a command line are accepted.
+        Problems may be listed with commas too, as in ``"16x4096x4096,8192x8192x8192"``.
 
     Raises
     ------
@@ -66,7 +67,7 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
     if not whole.strip():
         _refuse(whole, "a problem size", "it is empty", _PROBLEM)
     problems: list[Problem] = []
-    for word in _words(whole):
+    for word in itertools.chain.from_iterable(map(_listed, _words(whole))):
         sides = _sides(word, "mnk", "a problem size", _PROBLEM)
         m, n, k = map(max, sides)
         if max(m * n, n * k, m * k) > MOST_ELEMENTS:
@@ -180,6 +181,19 @@ def _words(text: str) -> list[str]:
         elif word:
             words.append(word)
     return words
+
+
+def _listed(word: str) -> list[str]:
+    """Split problems that are listed with commas. An extent between two of them is the next one's."""
+    if "=" in word or word.count("x") <= 2:
+        return [word]
+    found: list[str] = []
+    for part in word.split(","):
+        if found and found[-1].count("x") < 2:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
 
 
 def _names(word: str) -> set[str]:

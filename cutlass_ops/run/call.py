@@ -495,7 +495,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         require_memory(name, tensor)
     majors = _check_lines(call)
     type_a, type_b = arguments.types
-    a = matrices.matrix("a", arguments.a, type_a)
+    of_rows = arguments.form in (GROUPED, MASKED)
+    a = matrices.matrix("a", arguments.a, type_a, of_rows=of_rows)
     if arguments.form == RAGGED_K:
         a = matrices.as_major(arguments.a, 0, type_a) or a
     b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)
@@ -504,7 +505,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     promoted = not graph.block_scales and accumulation(call)[0] == "promoted"
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
-        found = matrices.matrix(name, tensor, element_type(name, tensor))
+        found = matrices.matrix(name, tensor, element_type(name, tensor), of_rows=of_rows)
         # TMA reads zeros beyond an extent. Its stores were seen to write beyond extents that are not a multiple of
         # 16 bytes (benchmarks/NOTES.md).
         if by_tma and found.operand.aligned and not is_output:

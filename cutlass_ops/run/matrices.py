@@ -30,16 +30,21 @@ class Matrix:
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
 
 
-def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
+def matrix(name: str, tensor: Tensor, dtype: DType, *, of_rows: bool = False) -> Matrix:
     """Return the type of a matrix, the last two dimensions of a tensor.
+
+    A dimension of extent 1 allows both majors: it is the better aligned one, row-major if equal, or if there must be
+    rows in memory.
 
     Raises
     ------
     ValueError
         If neither dimension is contiguous, or rows overlap in memory.
     """
-    # A dimension of extent 1 allows both majors: take the better aligned one, row-major if equal.
-    return max(_readings(name, tensor, dtype), key=lambda m: m.operand.alignment)
+    found = _readings(name, tensor, dtype)
+    if of_rows and found[0].operand.major == "row":
+        return found[0]
+    return max(found, key=lambda m: m.operand.alignment)
 
 
 def weights(

@@ -11,6 +11,7 @@ from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import f64, i8, tf32, tf32x3
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import device_of
+from cutlass_ops.run.ops import op_of
 from tests.gpu import multiplied, oracle, tensors
 from tests.gpu.multiplied import CALLS, doubles, exact, floats, whole
 
@@ -293,10 +294,10 @@ def test_instructions_of_fp64_add_up_in_one_order():
         if spec.a.dtype is f64 and not spec.config.stream_k and spec.epilogue == multiplied.elementwise.graph
     }
     assert {spec.config.instruction.k for spec in wholes.values()} == {4, 8, 16}
-    x, w = torch.randn(77, 1040, device="cuda").double(), torch.randn(1040, 136, device="cuda").double()
+    x, w = torch.randn(78, 1040, device="cuda").double(), torch.randn(1040, 136, device="cuda").double()
     x, w = x * torch.rand_like(x), w * torch.rand_like(w)  # with all bits of FP64
-    inputs = {"bias": torch.randn(136, device="cuda").double(), "scale": torch.rand(77, device="cuda").double() / 32}
-    inputs["r"] = torch.randn(77, 136, device="cuda").double()
+    inputs = {"bias": torch.randn(136, device="cuda").double(), "scale": torch.rand(78, device="cuda").double() / 32}
+    inputs["r"] = torch.randn(78, 136, device="cuda").double()
     found = {}
     for name, spec in wholes.items():
         a, b = (y if operand.major == "row" else y.t().contiguous().t() for y, operand in ((x, spec.a), (w, spec.b)))
@@ -307,8 +308,7 @@ def test_instructions_of_fp64_add_up_in_one_order():
 
 def test_few_rows_of_fp64_divide_k():
     x, w = doubles(32, 4096), doubles(4096, 4096).t()
-    plan = co.gemm.plan(x, w)
-    assert plan.spec.config.stream_k
+    assert op_of(None).plan(x, w).spec.config.stream_k
     oracle.assert_within(co.gemm(x, w), x @ w, DOUBLE_SUMS)
 
 

@@ -250,6 +250,21 @@ def test_kernels_of_two_weights_need_an_aligned_result(n, served):
         assert "with a Product, weights (E, N, K) are passed as w.mT" in dispatch.unserved("x", signature, H100)
 
 
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(("rows", "n"), [(512, 1), (1, 1), (1, 64)])
+def test_one_column_or_one_row_lies_in_rows(rows, n):
+    """A matrix with an extent of 1 may be read by columns as well, which no kernel of groups does."""
+    x, w = (torch.empty(s, dtype=BF16, device="meta") for s in ((rows, 64), (4, n, 64)))
+    residual, offsets = (
+        torch.empty(rows, n, dtype=BF16, device="meta"),
+        torch.empty(4, dtype=torch.int32, device="meta"),
+    )
+    call = check_call(builtin.residual.graph, x, w.mT, {"residual": residual}, None, None, offsets=offsets)
+    signature = signature_of(call, H100)
+    assert {signature.a.major, signature.d.major, signature.inputs[0].major} == {"row"}
+    assert dispatch.decide(signature, H100, call.chosen_for) is not None
+
+
 def test_tiles_beside_others_go_through_registers():
     plain = signature_of(made(builtin.residual.graph, residual=(512, 64)), H100)
     assert plain.d.aligned

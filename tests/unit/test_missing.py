@@ -5,7 +5,7 @@ from fake_toolkit import sm80_spec, sm90_spec
 
 from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.compilation.builder import build_artifact
-from tests.gpu.missing import missing
+from tests.gpu.missing import missing, run
 
 
 def test_a_log_names_each_missing_kernel_once(monkeypatch, tmp_path):
@@ -17,3 +17,17 @@ def test_a_log_names_each_missing_kernel_once(monkeypatch, tmp_path):
             build_artifact(spec)
         log += f"E   {type(refused.value).__name__}: {refused.value}\n1 failed\n"
     assert list(missing(log)) == specs
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_failed_without_a_compiler_runs_once_more_with_one(tmp_path, monkeypatch, broken):
+    ran = tmp_path / "ran"
+    (tmp_path / "test_it.py").write_text(
+        "import os, pathlib\n"
+        f"def note(what): pathlib.Path({str(ran)!r}).open('a').write(what + os.environ.get('CUTLASS_OPS_JIT', '1') + ' ')\n"
+        "def test_fine(): note('fine')\n"
+        f"def test_compiles(): note('compiles'); assert os.environ.get('CUTLASS_OPS_JIT') != '0' and not {broken}\n"
+    )
+    monkeypatch.delenv("CUTLASS_OPS_JIT", raising=False)
+    assert (run([str(tmp_path)]) != 0) == broken
+    assert ran.read_text().split() == ["fine0", "compiles0", "compiles1"]

@@ -40,6 +40,10 @@ def test_one_problem_in_many_spellings(text):
         ("M=1,16 N=2 K=3", [(1, 2, 3), (16, 2, 3)]),
         ("M=1 N=2 K=3 M=4 N=5 K=6", [(1, 2, 3), (4, 5, 6)]),
         ("1x2x3; 4x5x6", [(1, 2, 3), (4, 5, 6)]),
+        ("1x2x3,4x5x6", [(1, 2, 3), (4, 5, 6)]),
+        ("1x2x3, 4,7x5x6", [(1, 2, 3), (4, 5, 6), (7, 5, 6)]),
+        ("1x2,9x3,4x5x6", [(1, 2, 3), (1, 9, 3), (4, 5, 6)]),
+        ("1x2x3,4", [(1, 2, 3), (1, 2, 4)]),
     ],
 )
 def test_lists_and_several_problems(text, problems):
@@ -55,6 +59,8 @@ def test_lists_and_several_problems(text, problems):
         ("512x4096", "it has 2 extents, not 3"),
         ("512,4096,4096", "it has 1 extent, not 3"),
         ("1x2x3x4", "it has 4 extents"),
+        ("1x2x3,4x5x6,7", "it has 1 extent, not 3"),
+        ("1x2x3,4x5", "it has 2 extents, not 3"),
         ("0x2x3", "an extent of 0"),
         ("-1x2x3", "'-1' is not a positive integer"),
         ("1.5x2x3", "'1.5' is not a positive integer"),
