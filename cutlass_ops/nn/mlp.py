@@ -17,8 +17,8 @@ from cutlass_ops.run.gated import gated_op
 class MLP(torch.nn.Module):
     """fc2(activation(fc1(x))) + residual, in two kernels.
 
-    The backward multiplies by the activation's derivative in the epilogue of a GEMM, which also adds up the gradient of
-    the first bias.
+    The backward multiplies by the activation's derivative in the epilogue of a GEMM, or with biases in a kernel between
+    two, which also adds up the gradient of the first bias.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
 """Two GEMMs in a row that autograd records as one: the derivative between them is the epilogue of a GEMM.
 
 The backward of D = second(first(A @ B1) @ B2) multiplies the gradient of D by B2 transposed. That GEMM's epilogue
-multiplies by the first op's derivative and adds up what its inputs get, so that no other kernel reads the gradient
-between the two. It needs what the first op's forward stores, and a second op that is linear.
+multiplies by the first op's derivative, so that no other kernel reads the gradient between the two. Where columns are
+added up as well, for a bias, that is a kernel of its own. The chain needs what the first op's forward stores, and a
+second op that is linear.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
 from cutlass_ops.run.tensors import require_tensor
@@ -184,11 +186,23 @@ class _Chained(torch.autograd.Function):
             del a  # the step has it, and lets it go
             before.spent = pair.first.spent(kept)
             found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
-            leaves = before.gradients_behind(found, of_d, b2.t(), kept)
+            if _adds_columns(pair.first.called.graph):
+                leaves = before.gradients(found, {"d": before.product(of_d, b2.t())}, kept)
+            else:
+                leaves = before.gradients_behind(found, of_d, b2.t(), kept)
             kept.clear()
             into = ctx.into | {"b": ctx.into.get("b1")}
             of_a, of_b1, *of_first = before.of_operands(leaves, first, pair.wrt1, into, a=needs_a, b=needs_b1)
             return None, None, of_a, of_b1, of_second[0], *of_first, *of_second[1:]
+
+
+def _adds_columns(graph: Graph) -> bool:
+    """Whether the backward of an epilogue may add columns up, as for a bias.
+
+    In the epilogue of a GEMM, GELU's derivative with such sums took longer than the products (benchmarks/NOTES.md,
+    "Training, measured again"). Whether the sums are wanted makes no difference, so that bits do not depend on it.
+    """
+    return any(i.kind is Kind.ROW for i in graph.inputs)
 
 
 def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

@@ -24,7 +24,8 @@ def test_what_failed_without_a_compiler_runs_once_more_with_one(tmp_path, monkey
     ran = tmp_path / "ran"
     (tmp_path / "test_it.py").write_text(
         "import os, pathlib\n"
-        f"def note(what): pathlib.Path({str(ran)!r}).open('a').write(what + os.environ.get('CUTLASS_OPS_JIT', '1') + ' ')\n"
+        "def note(what):\n"
+        f"    pathlib.Path({str(ran)!r}).open('a').write(what + os.environ.get('CUTLASS_OPS_JIT', '1') + ' ')\n"
         "def test_fine(): note('fine')\n"
         f"def test_compiles(): note('compiles'); assert os.environ.get('CUTLASS_OPS_JIT') != '0' and not {broken}\n"
     )

@@ -61,8 +61,8 @@ def test_what_is_there_at_once(layer, shape, bench, counted):
     parameters, given = list(module.parameters()), bench.operands(layer, m, n, k, "cpu")
     tiles = [2 * extent / 1024 for extent in (m * n, m * k, n * k, m * k)]
     found = peak_kib(lambda: bench.step(module, parameters, *given))
-    # Gradients of biases and the zeros that stand for operands are small.
-    assert 0 <= found - AT_ONCE[layer](*tiles) <= 8
+    # Gradients of biases, parts of their sums, and the zeros that stand for operands are small.
+    assert 0 <= found - AT_ONCE[layer](*tiles) <= 20
 
 
 @pytest.mark.slow
