@@ -69,15 +69,27 @@ class Costs:
 
 
 H100 = Costs()
-# Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
-# H100 has a fifth of the products that it has of 16 bits. Copies are of 8 bytes; 50 a nanosecond are a guess between
-# 38 that a kernel has had (64 x 128 tiles, `benchmarks/results/types_all_h200.json`) and 67 of 16 bits. Nothing else
-# is known of FP64 yet: `benchmarks/sweep_fp64.py` measures, and `fit_sm80.py` fits these costs to it.
+# Elements of so many bytes of A and B are FP64, of which sums have twice the size. Their costs are fitted to
+# `benchmarks/results/sweep_fp64_h200.json` by `benchmarks/fit_sm80.py`: the first choice takes 1.013 times the best of
+# 42 kernels on average.
 _FP64 = 8
 # With one block a multiprocessor, CUTLASS has a tile's blocks add up in turn. Up to so many count as adding up beside
 # each other.
 _BESIDE = 4
-H100_FP64 = replace(H100, products=H100.products / 5, adding_up=2 * H100.adding_up, wide_loads=12.5)
+H100_FP64 = Costs(
+    products=208.1,
+    small_warps=0.126,
+    loads=10.8,
+    wide_loads=15.2,
+    latency=1331.0,
+    wide_latency=118.0,
+    stages=1.025,
+    store=0.342,
+    adding_up=10.3,
+    launch=0.0034,
+    dram=3691.0,
+    registers=178.0,
+)
 # Microseconds that a call spares the host, and that the GPU would wait for, if its kernel reads misaligned operands as
 # they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
 # counts: back to back, small problems took 0.3 to 0.45 of the model's times, which are fitted to larger ones. It counts
