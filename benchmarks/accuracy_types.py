@@ -1,6 +1,6 @@
 """Measures errors of GEMMs in FP16, BF16, TF32, 3xTF32, INT8 and FP64 over K, beside those of PyTorch in the same type.
 
-    python benchmarks/accuracy_types.py --out benchmarks/results/accuracy_types_h100.json
+    python benchmarks/accuracy_types.py --out benchmarks/results/accuracy_types_h200.json
     python benchmarks/accuracy_types.py --ks 64 1024    # without --out it only prints
     python benchmarks/accuracy_types.py --write         # docs/types.md and its plot, from benchmarks/results
 
@@ -216,7 +216,7 @@ def draw(result: Result) -> None:
 
 REPORT = over_k.Report(
     "benchmarks/accuracy_types.py",
-    "benchmarks/results/accuracy_types_h100.json",
+    "benchmarks/results/accuracy_types_h200.json",
     "docs/types.md",
     "errors over K",
     text,

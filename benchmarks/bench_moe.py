@@ -21,8 +21,9 @@ With `--parts` the layer is timed against itself without some steps, to know how
 itself, under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
 index could hardly be faster than this, though it would read each token's row from memory once. `no_combine` returns the
 rows of all slots: a kernel that added them up per token could at most be as fast. `neither` is both. Steps have their
-names in the example. `arrange_wide` sorts INT64, `combine_bag` adds up by embedding_bag, `combine_add` by index_add,
-that is by atomic additions; both without torch.compile, which has other kernels for the latter.
+names in the example. `arrange_wide` sorts INT64, and `combine_sum` is a sum over a dimension of slots. `combine_bag`
+adds up by embedding_bag and `combine_add` by index_add, that is by atomic additions; both without torch.compile, which
+has other kernels for the latter.
 Each row: {"model", "phase", "tokens", "active", "errors", "elsewhere", "ms": {name: ms}, "gain": {name: ratio and
 range}}, with gains of the layer over itself without steps. A table of them is printed at the end.
 """
@@ -180,7 +181,7 @@ def whole(layer: MoeLayer, gathers: bool, combines: bool, state: State) -> Tenso
 
 
 def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
-    """Return a layer's steps by name, and another way to arrange slots."""
+    """Return a layer's steps by name, and other ways to arrange slots and to combine them."""
     wide = replace(layer, every=layer.every.long())
     return {
         "route": lambda s: layer.route(s.tokens),
@@ -190,6 +191,7 @@ def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
         "project": lambda s: layer.project(s.gated, s.slots),
         "combine": lambda s: layer.combine(s.rows, s.slots),
         "arrange_wide": lambda s: wide.arrange(s.shares, s.experts),
+        "combine_sum": lambda s: s.rows[s.slots.back].unflatten(0, (-1, layer.chosen)).sum(1),
     }
 
 

@@ -16,6 +16,7 @@ the reference implementation.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -202,8 +203,10 @@ class MoeLayer:
 
     def combine(self, rows: Tensor, slots: Slots) -> Tensor:
         """Add up the rows of each token: (tokens, hidden)."""
-        # Sums in this order have the same bits each time; those of index_add do not. One kernel under torch.compile.
-        return rows[slots.back].unflatten(0, (-1, self.chosen)).sum(1)
+        # Sums in this order have the same bits each time; those of index_add do not. Written as additions, since
+        # torch.compile makes one kernel of these that reads whole rows, and of a sum over the slots one that does not.
+        each = (rows[at].float() for at in slots.back.unflatten(0, (-1, self.chosen)).unbind(1))
+        return functools.reduce(torch.add, each).to(rows.dtype)
 
 
 def normalizes(block: torch.nn.Module) -> bool:

@@ -82,7 +82,7 @@ def test_parts_are_those_of_the_layer(bench, block, tokens, timed):
     assert set(bench.STEPS) <= set(timed)
     for same in ("layer", "no_gather", "combine"):
         assert torch.equal(timed[same], wanted), same
-    for near in ("combine_bag", "combine_add"):
+    for near in ("combine_sum", "combine_bag", "combine_add"):
         torch.testing.assert_close(timed[near], wanted, atol=0.03 * float(wanted.abs().max()), rtol=0)
     for rows in ("no_combine", "neither"):
         assert torch.equal(timed[rows], timed["project"])
