@@ -201,9 +201,10 @@ OPS: dict[str, OpInfo] = {
     ),
     "gelu": OpInfo(
         1,
-        "cutlass_ops::gelu",
+        "cutlass_ops::normal::gelu",
         "x/2 · (1 + erf(x / √2))",
         "F.gelu(x)",
+        "cutlass_ops/gelu.h",
         vjp=("g * (0.5 * (1 + erf(x * 0.7071067811865476)) + x * (0.3989422804014327 * exp(-0.5 * (x * x))))",),
     ),
     "gelu_tanh": OpInfo(

@@ -11,6 +11,7 @@
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
+#include "cutlass_ops/gelu.h"
 namespace {
 
 namespace threadblock = cutlass::epilogue::threadblock;
@@ -52,7 +53,7 @@ using ThreadblockSwizzle = sm80::ThreadblockSwizzle;
 struct Function_d {
   CUTLASS_DEVICE static float apply(float acc, float bias) {
     float const v0_ = (acc + bias);
-    float const v1_ = cutlass_ops::gelu(v0_);
+    float const v1_ = cutlass_ops::normal::gelu(v0_);
     return v1_;
   }
 };

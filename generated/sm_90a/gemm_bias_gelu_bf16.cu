@@ -14,6 +14,7 @@
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
+#include "cutlass_ops/gelu.h"
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
 
 namespace {
@@ -57,7 +58,7 @@ constexpr int Stages = 6;
 struct Function_d {
   CUTLASS_DEVICE static float apply(float acc, float bias) {
     float const v0_ = (acc + bias);
-    float const v1_ = cutlass_ops::gelu(v0_);
+    float const v1_ = cutlass_ops::normal::gelu(v0_);
     return v1_;
   }
 };

@@ -1,5 +1,5 @@
 // What needs no GPU of a kernel's arithmetic, computed on the host: bits of random numbers, which of two values a reduction
-// keeps, what FP8 rounds to where a target has no instruction for it, and the scales of blocks. tests/compile/test_on_the_host.py compares it with PyTorch.
+// keeps, GELU, what FP8 rounds to where a target has no instruction for it, and the scales of blocks. tests/compile/test_on_the_host.py compares it with PyTorch.
 
 #include <cmath>
 #include <cstdio>
@@ -10,6 +10,7 @@
 
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/functions.h"
+#include "cutlass_ops/gelu.h"
 #include "cutlass_ops/quantize.h"
 #include "cutlass_ops/reductions.h"
 
@@ -70,6 +71,10 @@ int main(int count, char** arguments) {
     for (float y : special) {
       std::printf("divided %d %d\n", __float_as_int(cutlass_ops::divide(x, y)), __float_as_int(cutlass_ops::sqrt(x)));
     }
+  }
+  for (uint32_t upper = 0; upper < 0x10000; ++upper) {
+    float const x = __int_as_float(int(upper << 16));
+    std::printf("gelu %d %d\n", __float_as_int(x), __float_as_int(cutlass_ops::normal::gelu(x)));
   }
   for (uint32_t upper = 0; upper < 0x10000; ++upper) {
     for (uint32_t lower : {0u, 1u, 0x8000u, 0xffffu}) {

@@ -43,6 +43,21 @@ def test_random_numbers_have_the_bits_of_the_reference(said):
     assert len(wanted.unique()) > 0.99 * wanted.numel()
 
 
+def test_gelu_is_exact_to_fp32_at_every_bf16_number(said):
+    x, found = torch.tensor(said["gelu"], dtype=torch.int32).view(torch.float32).unbind(1)
+    wanted = 0.5 * x.double() * torch.special.erfc(-x.double() / math.sqrt(2))
+    finite = x.isfinite()
+    assert ((found - wanted).abs()[finite] <= 1.2e-7 * wanted.abs().clamp(1)[finite]).all()
+    # Where 1 + erf would cancel. Below, results are no normal numbers of BF16.
+    near = finite & (x.abs() < 12) & (x.abs() > 2.0**-100)
+    assert ((found - wanted).abs()[near] <= 1e-5 * wanted.abs()[near]).all()
+    assert ((found - wanted).abs()[near & (x > -4)] <= 1e-6 * wanted.abs()[near & (x > -4)]).all()
+    # Infinities and NaN as PyTorch's on the GPU, which multiplies by the distribution.
+    assert (found[x == math.inf] == math.inf).all()
+    assert found[(x == -math.inf) | x.isnan()].isnan().all()
+    assert torch.equal(found[x == 0].signbit(), x[x == 0].signbit())
+
+
 def test_of_two_values_a_reduction_keeps_the_one_that_pytorch_does(said):
     pairs = [torch.tensor([y, x]) for x in VALUES for y in VALUES]  # y comes first: its index is less
     assert said["joined"] == [((2, 5)[pair.argmax()], (2, 5)[pair.argmin()]) for pair in pairs]

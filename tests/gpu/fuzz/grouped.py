@@ -96,6 +96,8 @@ class Rows:
         The same in PyTorch.
     scaled : bool
         Whether rows of x and columns of each weight have scales.
+    math : str, optional
+        How sums of FP8 are added up.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Rows:
     epilogue: Epilogue | None = None
     formula: Formula = lambda acc, _: {"d": acc}
     scaled: bool = False
+    math: str | None = None
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -155,6 +158,7 @@ class Rows:
             outputs = ("d",) if self.epilogue is None else (o.name for o in self.epilogue.graph.outputs)
             out = {name: memory.placed((rows, n), d, aligned=self.aligned_d) for name in outputs}
         named |= {} if self.epilogue is None else {"epilogue": self.epilogue}
+        named |= {} if self.math is None else {"math": self.math}
         case = Case(
             co.scaled_grouped_gemm if self.scaled else co.grouped_gemm,
             (x, w, ends_of(sizes, device), *(scales if self.scaled else ())),
@@ -350,7 +354,8 @@ FAMILIES = (
         epilogue=composed.swiglu,
         formula=_gated,
     ),
-    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scaled=True),
+    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scaled=True, math="fast"),
+    Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scaled=True, math="promoted"),
     Weights("weights' gradients", "bf16", "bf16"),
     Weights("weights' gradients, added up", "bf16", "f32", adds=True),
 )
