@@ -27,6 +27,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -192,18 +193,26 @@ def deep_gemm() -> Any:
     return import_module("deep_gemm")
 
 
-def prepare_deep_gemm(problems: Sequence[tuple[int, int, int]]) -> None:
-    """Have several processes make DeepGEMM's first calls, each of which compiles a kernel to its folder."""
+def prepare_deep_gemm(problems: Sequence[tuple[int, int, int]]) -> bool:
+    """Have several processes make DeepGEMM's first calls, each of which compiles a kernel to its folder.
+
+    Returns whether it can be called: a call may end its process.
+    """
     try:
         deep_gemm()
     except ImportError as reason:
         print(f"without DeepGEMM: {reason}")
-        return
+        return False
     count = min(_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for problem, failed in zip(problems, pool.map(call_deep_gemm, problems), strict=True):
-            if failed is not None:
-                print(f"DeepGEMM at {problem}: {failed}")
+        try:
+            for problem, failed in zip(problems, pool.map(call_deep_gemm, problems), strict=True):
+                if failed is not None:
+                    print(f"DeepGEMM at {problem}: {failed}")
+        except BrokenProcessPool:
+            print("without DeepGEMM: a call ended its process")
+            return False
+    return True
 
 
 def call_deep_gemm(problem: tuple[int, int, int]) -> str | None:
@@ -333,7 +342,7 @@ def main() -> None:
     build_ahead(cases)
     blocks = [problem for scales, _, problem in cases if scales == "blocks"]
     if blocks and "deep_gemm" in args.peers:
-        prepare_deep_gemm(blocks)
+        args.peers = [name for name in args.peers if name != "deep_gemm" or prepare_deep_gemm(blocks)]
     for scales, sums, (m, n, k) in cases:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {scales} {sums} {m}x{n}x{k}")

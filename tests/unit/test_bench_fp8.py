@@ -1,5 +1,7 @@
 """The FP8 benchmark: its quantiser, its problems and its summary."""
 
+import os
+
 import pytest
 import torch
 
@@ -96,5 +98,16 @@ def test_deep_gemm_is_called_in_place_or_said_to_be_missing(monkeypatch, capsys)
         raise ImportError("no module named deep_gemm")
 
     monkeypatch.setattr(BENCH, "deep_gemm", missing)
-    BENCH.prepare_deep_gemm([(1, 256, 1024)])
+    assert not BENCH.prepare_deep_gemm([(1, 256, 1024)])
     assert capsys.readouterr().out == "without DeepGEMM: no module named deep_gemm\n"
+
+
+def die(_):
+    os._exit(1)
+
+
+def test_a_peer_that_ends_its_process_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(BENCH, "deep_gemm", lambda: None)
+    monkeypatch.setattr(BENCH, "call_deep_gemm", die)
+    assert not BENCH.prepare_deep_gemm([(1, 256, 1024)])
+    assert capsys.readouterr().out == "without DeepGEMM: a call ended its process\n"
