@@ -52,7 +52,7 @@ _LAUNCH_MS, _REST_S, _SAMPLED = 4.0, 0.5, 64
 
 
 def compile_library(name: str, folder: Path) -> Path:
-    """Compile a file of :data:`SOURCES` to a shared library.
+    """Compile a file of :data:`SOURCES` to a shared library, unless the folder has it already.
 
     Raises
     ------
@@ -66,6 +66,8 @@ def compile_library(name: str, folder: Path) -> Path:
         tools.cutlass_dir / "tools/util/include",
     ]
     library = folder / f"{name}.so"
+    if library.exists():
+        return library
     capability = TARGET.removeprefix("sm_")
     flags = ["-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-shared"]
     flags += [
@@ -316,19 +318,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each loop in a round, without rests")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-gemms", action="store_true", help="loops alone")
+    parser.add_argument("--folder", type=Path, help="where libraries are kept that were compiled; by default nowhere")
+    parser.add_argument("--build", action="store_true", help="compile into that folder, which needs no GPU, and end")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--write", action="store_true", help=f"write {REPORT.document} from {REPORT.result}, and end")
     args = parser.parse_args()
     if args.write:
         REPORT.write()
         return
+    if args.build:
+        if args.folder is None:
+            parser.error("--build needs --folder: where libraries go")
+        args.folder.mkdir(parents=True, exist_ok=True)
+        for name in (LOOPS, GEMMS):
+            print(compile_library(name, args.folder))
+        return
     head, rows = harness.begin(), []
-    with tempfile.TemporaryDirectory() as folder:
-        every = loops(compile_library(LOOPS, Path(folder)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        every = loops(compile_library(LOOPS, folder))
         wanted = [loop for loop in every if args.loops is None or any(part in loop.name for part in args.loops)]
         rows += rows_of_loops(wanted, args.seconds, args.rounds)
         if not args.no_gemms:
-            rows += rows_of_gemms(compile_library(GEMMS, Path(folder)))
+            rows += rows_of_gemms(compile_library(GEMMS, folder))
     for row in rows:
         print(json.dumps(row))
     result = {**head, "rows": rows}
