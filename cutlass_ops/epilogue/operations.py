@@ -36,6 +36,7 @@ _WHOLE: tuple[Signature, ...] = (((_F, _F), _F), ((_I, _I), _I))
 
 _MORE = "cutlass_ops/functions.h"
 _TURNS = "cutlass_ops/trigonometry.h"
+_NORMAL = "cutlass_ops/normal.h"
 
 
 class OpInfo(NamedTuple):
@@ -177,6 +178,14 @@ OPS: dict[str, OpInfo] = {
         _MORE,
         vjp=("g * (1.1283791670955126 * exp(-(x * x)))",),
     ),
+    "ndtr": OpInfo(
+        1,
+        "cutlass_ops::normal::cdf",
+        "1/√(2π) · ∫₋∞ˣ e^(−t²/2) dt",
+        "torch.special.ndtr(x)",
+        _NORMAL,
+        vjp=("g * (0.3989422804014327 * exp(-0.5 * (x * x)))",),
+    ),
     "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)", _TURNS, vjp=("g * cos(x)",)),
     "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)", _TURNS, vjp=("-g * sin(x)",)),
     "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)", vjp=("g * (1 - r * r)",)),
@@ -204,8 +213,8 @@ OPS: dict[str, OpInfo] = {
         "cutlass_ops::normal::gelu",
         "x/2 · (1 + erf(x / √2))",
         "F.gelu(x)",
-        "cutlass_ops/gelu.h",
-        vjp=("g * (0.5 * (1 + erf(x * 0.7071067811865476)) + x * (0.3989422804014327 * exp(-0.5 * (x * x))))",),
+        _NORMAL,
+        vjp=("g * (ndtr(x) + x * (0.3989422804014327 * exp(-0.5 * (x * x))))",),
     ),
     "gelu_tanh": OpInfo(
         1,

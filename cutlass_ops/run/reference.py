@@ -70,6 +70,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "log2": torch.log2,
     "log1p": torch.log1p,
     "erf": torch.erf,
+    "ndtr": lambda x: 0.5 * torch.erfc(x * -math.sqrt(0.5)),
     "elu": lambda x, alpha: torch.where(x > 0, x, alpha * torch.expm1(x)),
     "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
     "softplus": _softplus,

@@ -11,7 +11,7 @@
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
-#include "cutlass_ops/gelu.h"
+#include "cutlass_ops/normal.h"
 namespace {
 
 namespace threadblock = cutlass::epilogue::threadblock;

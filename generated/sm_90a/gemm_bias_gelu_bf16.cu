@@ -14,7 +14,7 @@
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
-#include "cutlass_ops/gelu.h"
+#include "cutlass_ops/normal.h"
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
 
 namespace {

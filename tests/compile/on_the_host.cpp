@@ -10,7 +10,7 @@
 
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/functions.h"
-#include "cutlass_ops/gelu.h"
+#include "cutlass_ops/normal.h"
 #include "cutlass_ops/quantize.h"
 #include "cutlass_ops/reductions.h"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     "to_f16": (lambda x: functions.cast(x, "f16"), lambda x: x.to(torch.float16).to(x.dtype)),
     "shifted": (lambda x: 2.0 - x, lambda x: 2.0 - x),
     "erf": (functions.erf, torch.erf),
+    "ndtr": (functions.ndtr, lambda x: 0.5 * torch.erfc(x * -math.sqrt(0.5))),
     "log": (functions.log, torch.log),
     "log2": (functions.log2, torch.log2),
     "log1p": (functions.log1p, torch.log1p),

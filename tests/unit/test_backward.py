@@ -293,7 +293,7 @@ def test_the_accumulator_is_computed_again_or_was_stored():
         with co.recompute():
             return co.gemm_bias_gelu(a, w.t(), bias)
 
-    assert calls_of(again, a, w, bias) == ["gemm_bias_gelu", "bias_erf_exp_grad_d_grad_bias", "gemm", "gemm"]
+    assert calls_of(again, a, w, bias) == ["gemm_bias_gelu", "bias_ndtr_exp_grad_d_grad_bias", "gemm", "gemm"]
     # The pre-activation is stored by the kernel that computes it.
     assert calls_of(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), a, w, bias) == [
         *("bias_gelu_saved_0", "gemm", "gemm"),
@@ -618,7 +618,7 @@ def test_what_a_step_launches(device):
     assert declared == [
         ("row", "col", "bias_gelu"),
         # A @ B again, with the derivative of GELU and the sums for the bias.
-        ("row", "col", "bias_erf_exp_grad_d_grad_bias"),
+        ("row", "col", "bias_ndtr_exp_grad_d_grad_bias"),
         ("col", "row", ""),  # dW = dY.T @ X
         ("row", "row", ""),  # dX = dY @ weight
     ]

@@ -69,7 +69,9 @@ def test_special_values_are_those_of_the_documentation():
     header, _, *rows = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|"))
     assert [_number(x) for x in header[1:]] == pytest.approx(POINTS, nan_ok=True)
     assert {name.strip("`").removeprefix("co.e.") for name, *_ in rows} == {
-        name for name, info in OPS.items() if info.arity == 1 and not info.typed and info.header.endswith("functions.h")
+        name
+        for name, info in OPS.items()
+        if info.arity == 1 and not info.typed and info.header.endswith(("functions.h", "normal.h")) and name != "gelu"
     }
     for name, *written in rows:
 

@@ -86,6 +86,7 @@ from cutlass_ops.epilogue.functions.transcendental import (
     log,
     log1p,
     log2,
+    ndtr,
     sin,
     tanh,
 )
@@ -133,6 +134,7 @@ __all__ = [
     "minimum",
     "mish",
     "mul",
+    "ndtr",
     "ne",
     "neg",
     "pow",

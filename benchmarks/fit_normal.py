@@ -1,6 +1,6 @@
-"""Fits the polynomial of GELU in `templates/include/cutlass_ops/gelu.h`, and prints its coefficients and errors.
+"""Fits the polynomial of GELU in `templates/include/cutlass_ops/normal.h`, and prints its coefficients and errors.
 
-    python benchmarks/fit_gelu.py
+    python benchmarks/fit_normal.py
 
 The normal distribution's tail at z >= 0 is t 2^(P(t) - z^2 log2(e) / 2) with t = 1 / (1 + 0.4 z). P is a polynomial in
 t, which follows from the tail with errors that are nearly equal everywhere (Lawson's iteration). Needs no GPU.

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from cutlass_ops.base import resources
 from tests.scripts import script
 
-FIT = script("fit_gelu")
+FIT = script("fit_normal")
 
 
 def test_the_header_has_what_the_script_fits():
-    header = (resources.include() / "cutlass_ops" / "gelu.h").read_text()
+    header = (resources.include() / "cutlass_ops" / "normal.h").read_text()
     written = re.findall(r"-?\d+\.\d+f", header[header.index("kFactors[]") : header.index("};")])
     fitted = FIT.fit()
     assert [float(each[:-1]) for each in written] == pytest.approx(fitted, rel=1e-7)
