@@ -2,9 +2,13 @@
 
     python benchmarks/ahead.py --only training fp8_blocks backward_tests
     python benchmarks/ahead.py --only training --list kernels.json      # notes the kernels and compiles none
+    python benchmarks/ahead.py --adopt STORE                            # on the GPU's machine
 
 Each job begins as it would on an H200, in a process that pretends to have one, and ends where it needs the GPU itself;
 tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than that is not known here.
+
+A kernel's key has the compilers' digests, so that a machine looks for kernels of its own. `--adopt` copies those of
+another machine's store, by the same releases of nvcc, CUTLASS and tvm-ffi, as if they had been compiled where it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +29,11 @@ from typing import Any
 
 import campaign
 
+from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.entry import identity_key
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.compilation import builder
+from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from tests.gpu import foreseen
 
@@ -54,6 +62,11 @@ def note(words: list[str], path: Path) -> None:
     path.write_text(json.dumps([json.loads(spec.canonical()) for spec in found]))
 
 
+def environment() -> dict[str, str]:
+    """Return the environment in which jobs find this repository's modules."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+
+
 def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
     """Return the kernels that a job is known to need."""
     path, words = folder / f"{job.name}.json", shlex.split(job.command.format(out=folder))[1:]
@@ -65,12 +78,35 @@ def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
         command = [__file__, "--note", str(path), *words]
     else:
         return []
-    around = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
-        "CUTLASS_OPS_CACHE_DIR": str(folder / "store"),
-    }
+    around = environment() | {"CUTLASS_OPS_CACHE_DIR": str(folder / "store")}
     subprocess.run([sys.executable, *command], cwd=ROOT, env=around, stdout=None if not tests else subprocess.DEVNULL)
     return [declaration_from_json(each) for each in json.loads(path.read_text())]
+
+
+def adopt(other: Path) -> tuple[int, int]:
+    """Copy another store's kernels under this machine's keys; return how many, and how many of other releases."""
+    store, mine = KernelStore.default(), find_toolchain().identity
+    copied = others = 0
+    for artifact in KernelStore(other).entries():
+        identity = dict(artifact.manifest["identity"])
+        theirs = identity["toolchain"]
+        if any(_release(theirs[name]) != _release(mine[name]) for name in ("nvcc", "cutlass", "tvm_ffi")):
+            others += 1
+            continue
+        identity["toolchain"] = mine
+        key = identity_key(identity)
+        with store.lock(key):
+            if store.lookup(key) is None:
+                folder = store.workspace(key, artifact.read_source().decode())
+                (folder / artifact.library.name).write_bytes(artifact.read_library())
+                report = Compiled(artifact.manifest["compile_seconds"], tuple(artifact.manifest["resources"]))
+                store.publish(folder, identity, artifact.manifest["sass"], report)
+                copied += 1
+    return copied, others
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def main() -> None:
@@ -81,7 +117,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of campaign.toml")
     parser.add_argument("--list", type=Path, help="file that the kernels are written to, instead of compiling them")
+    parser.add_argument("--adopt", type=Path, metavar="STORE", help="copy another machine's kernels, and end")
     args = parser.parse_args()
+    if args.adopt:
+        copied, others = adopt(args.adopt)
+        print(f"{copied} kernels copied, {others} of other releases left out")
+        return
     found: dict[Declaration, None] = {}
     with tempfile.TemporaryDirectory() as folder:
         for job in campaign.jobs(campaign.PLAN, args.only):
