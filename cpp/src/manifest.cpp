@@ -41,7 +41,7 @@ constexpr Op kOps[] = {
     {"logical_not", 1, "tt"}, {"where", 3, "tfff tiii"}, {"isnan", 1, "ft"}, {"to_float", 1, "tf if"}, {"abs", 1, "ff"},
     {"sign", 1, "ff"}, {"floor", 1, "ff"}, {"ceil", 1, "ff"}, {"round", 1, "ff"}, {"trunc", 1, "ff"}, {"reciprocal", 1, "ff"},
     {"square", 1, "ff"}, {"sqrt", 1, "ff"}, {"rsqrt", 1, "ff"}, {"pow", 2, "fff"}, {"exp", 1, "ff"}, {"exp2", 1, "ff"},
-    {"expm1", 1, "ff"}, {"log", 1, "ff"}, {"log2", 1, "ff"}, {"log1p", 1, "ff"}, {"erf", 1, "ff"}, {"sin", 1, "ff"},
+    {"expm1", 1, "ff"}, {"log", 1, "ff"}, {"log2", 1, "ff"}, {"log1p", 1, "ff"}, {"erf", 1, "ff"}, {"ndtr", 1, "ff"}, {"sin", 1, "ff"},
     {"cos", 1, "ff"}, {"tanh", 1, "ff"}, {"sigmoid", 1, "ff"}, {"relu", 1, "ff"}, {"leaky_relu", 2, "fff"}, {"elu", 2, "fff"},
     {"gelu", 1, "ff"}, {"gelu_tanh", 1, "ff"}, {"silu", 1, "ff"}, {"mish", 1, "ff"}, {"softplus", 1, "ff"},
     {"hardswish", 1, "ff"}, {"cast", 1, "ff"}, {"swap_pairs", 1, "ff"}, {"uniform", 2, "ssf"},
