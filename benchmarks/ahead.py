@@ -63,8 +63,8 @@ def note(words: list[str], path: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which jobs find this repository's modules."""
-    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    """Return the environment in which jobs find this repository's modules, and no GPU."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
