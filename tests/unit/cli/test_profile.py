@@ -57,6 +57,15 @@ def test_a_script_gets_its_own_options(kit, run, tmp_path):
     assert err.splitlines()[2].endswith(f"{script} --json --dtype f64")
 
 
+def test_an_op_has_no_options_of_its_own(kit, run):
+    code, out, err = run("profile", "gemm", "512x512x512", "--launches", "3", "--dtype", "f16", "--json")
+    assert code == 4
+    said = out + err
+    assert "--launch-count 3" in said
+    assert "gemm 512x512x512 f16" in said
+    assert run("profile", "gemm", "512x512x512", "--lunches", "3")[0] == 2
+
+
 @pytest.mark.slow
 def test_without_matplotlib_the_extra_is_named():
     script = (
