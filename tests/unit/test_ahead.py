@@ -39,6 +39,7 @@ def test_kernels_of_another_machine_are_found_by_this_one_s_keys(tmp_path, monke
     assert AHEAD.adopt(other.root) == (0, 1)
 
 
+@pytest.mark.slow
 def test_what_a_benchmark_compiles_is_noted(tmp_path):
     path = tmp_path / "kernels.json"
     command = [sys.executable, str(AHEAD.ROOT / "benchmarks/ahead.py"), "--only", "wgrad", "--list", str(path)]

@@ -19,6 +19,7 @@ def test_a_log_names_each_missing_kernel_once(monkeypatch, tmp_path):
     assert list(missing(log)) == specs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_what_failed_without_a_compiler_runs_once_more_with_one(tmp_path, monkeypatch, broken):
     ran = tmp_path / "ran"
