@@ -4,7 +4,8 @@
     python benchmarks/fit_sm80.py benchmarks/results/sweep_fp64_h100.json    # FP64's
 
 Prints the fitted :class:`cutlass_ops.kinds.sm80.model.Costs`, to be copied there by hand. Of FP64, those kernels count
-whose instruction the model knows, m16n8k4; how the others compare is printed as well.
+whose instruction the model knows, m16n8k4; how the others compare is printed as well, and how the choice that ships
+compares with torch.mm.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm80 import model as model_sm80
+from cutlass_ops.kinds.sm80 import space as space_sm80
 from cutlass_ops.kinds.sm80.model import Costs
 
 
@@ -112,6 +114,17 @@ def regret(sweep: Sweep, costs: Costs, count: int) -> tuple[float, float]:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)), max(ratios)
 
 
+def against_peer(path: Path, sweep: Sweep) -> dict[Place, float]:
+    """Return torch.mm's time over that of the choice that ships for FP64, at each problem of a sweep of it."""
+    peers = {Problem(r["m"], r["n"], r["k"]): r["peer_ms"] * 1e3 for r in json.loads(path.read_text())["rows"]}
+    found = {}
+    for place, times in sweep.items():
+        offered = [config for config in space_sm80.UNTUNED_FP64 if config in times]
+        model = predicted(place, offered, model_sm80.H100_FP64)
+        found[place] = peers[place.problem] / times[min(offered, key=model.__getitem__)]
+    return found
+
+
 def fit(sweep: Sweep, costs: Costs, rounds: int) -> Costs:
     """Improve the numbers by random steps along one or two of them."""
     rng, best, width = random.Random(0), loss(sweep, costs), 0.3
@@ -146,6 +159,20 @@ def main() -> None:
             mean, worst = regret(sweep, costs, count)
             print(f"  best of the first {count}: {mean:.4f} times the best of all, at worst {worst:.3f}")
     print(costs)
+    if double:
+        ratios = against_peer(args.sweep, sweep)
+        few = {
+            p
+            for p in ratios
+            if p.problem.m < 128 or p.problem.n < 128 or p.problem.k > max(*p.problem.extents[:2], 8192)
+        }
+        for title, places in (("many rows", ratios.keys() - few), ("few rows or columns, or a long K", few)):
+            each = [ratios[p] for p in places]
+            mean = math.exp(sum(map(math.log, each)) / len(each))
+            lost = sum(ratio < 0.98 for ratio in each)
+            print(
+                f"of torch.mm's speed, {title}: {len(each)} problems, {mean:.3f}, worst {min(each):.3f}, {lost} below 0.98"
+            )
 
 
 if __name__ == "__main__":

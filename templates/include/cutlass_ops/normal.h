@@ -7,9 +7,8 @@
 namespace cutlass_ops {
 namespace normal {
 
-// The distribution beyond z >= 0: t 2^(P(t) - z^2 log2(e) / 2) with t = 1 / (1 + 0.4 z). benchmarks/fit_normal.py fits P. It takes
-// half of the instructions of 1 + erf(-z / sqrt(2)), and does not cancel where little is left. The runtime's erff has an instruction
-// under a condition, by which the compiler computes one element after the other.
+// The distribution beyond z >= 0: t 2^(P(t) - z^2 log2(e) / 2) with t = 1 / (1 + 0.4 z). benchmarks/fit_normal.py fits P. Unlike
+// (1 + erff(-z / sqrt(2))) / 2, it does not cancel where little is left, and has one polynomial, where erff selects the factors of two.
 CUTLASS_DEVICE float beyond(float z) {
   constexpr float kFactors[] = {-2.64752379f, 1.43862682f, 0.535929237f, -0.258054375f, 0.773322941f,
                                 -2.51394962f, 2.80016182f, -1.40235799f, 0.273845091f};
