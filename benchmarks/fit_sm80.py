@@ -161,18 +161,13 @@ def main() -> None:
     print(costs)
     if double:
         ratios = against_peer(args.sweep, sweep)
-        few = {
-            p
-            for p in ratios
-            if p.problem.m < 128 or p.problem.n < 128 or p.problem.k > max(*p.problem.extents[:2], 8192)
-        }
+        few = {p for p in ratios if min(p.problem.m, p.problem.n) < 128 or p.problem.k > 8192}
         for title, places in (("many rows", ratios.keys() - few), ("few rows or columns, or a long K", few)):
             each = [ratios[p] for p in places]
             mean = math.exp(sum(map(math.log, each)) / len(each))
             lost = sum(ratio < 0.98 for ratio in each)
-            print(
-                f"of torch.mm's speed, {title}: {len(each)} problems, {mean:.3f}, worst {min(each):.3f}, {lost} below 0.98"
-            )
+            said = f"{len(each)} problems, {mean:.3f}, worst {min(each):.3f}, {lost} below 0.98"
+            print(f"of torch.mm's speed, {title}: {said}")
 
 
 if __name__ == "__main__":
