@@ -162,6 +162,20 @@ def test_places_are_leaves_that_read_nothing(swap_ab):
     assert f"using Reduce_at = cutlass_ops::{side}Reduction<cutlass_ops::reduce::ArgMax," in source
 
 
+@co.epilogue
+def scaled(acc, alpha: co.Scalar, bias: co.Row):
+    return alpha * acc + bias
+
+
+@pytest.mark.parametrize("d", ["bf16.row", "bf16.row.align1"])
+def test_a_scalar_is_read_after_the_products(d):
+    """CUTLASS's visitor reads it when the kernel starts, where what wrote it may still run."""
+    source = of(scaled, d=d)
+    assert '#include "cutlass_ops/scalar_input.h"' in source
+    assert "using Load_alpha = cutlass_ops::ScalarInput<Element_alpha>;" in source
+    assert "ScalarBroadcast" not in source
+
+
 def test_conditions_and_indices_are_computed_where_they_are_needed():
     """Between functions values are FP32: a condition of two functions is in both, and its operands are shared."""
 

@@ -127,6 +127,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "copies": copies,
         "copier": _copier(spec),
         "loaded": _loaded(spec),
+        "has_scalars": any(i.kind is Kind.SCALAR for i in spec.epilogue.inputs),
         "batches_inputs": plain and any(i.kind in (Kind.ROW, Kind.COL) for i in spec.epilogue.inputs),
         "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
         "prepares": takes_means or bool(reductions) or bool(copies) or spec.form == GROUPED,
@@ -379,8 +380,7 @@ def _load(spec: KernelSpec, lowered: Lowered, leaf: str, c_operand: str | None, 
     element = f"Element_{leaf}"
     name = f"Load_{leaf}"
     if kind is Kind.SCALAR:
-        scalar = f"fusion::Sm90ScalarBroadcast<{element}, cute::Stride<_0, _0, _0>>"
-        return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
+        return Node(name, f"cutlass_ops::ScalarInput<{element}>", f"o.{leaf}")
     if kind is Kind.TILE:
         return _tile_load(spec, leaf, operand, c_operand)
     return _vector_load(spec, kind, name, element, f"o.{leaf}", operand.dtype, plain)

@@ -207,7 +207,6 @@ class Call {
     if (t->ndim != 0) return fail(at, Reason::kShape), Scalar<Element>{};
     if (is_null(t)) return fail(at, Reason::kNull), Scalar<Element>{};
     add({address(t), sizeof(Element), sizeof(Element), 1, false}, at, false);
-    reads_device_scalars_ = true;
     return {Element(0), reinterpret_cast<Element const*>(address(t))};
   }
 
@@ -238,9 +237,6 @@ class Call {
     if (status_ == 0) check_overlap();
     return status_;
   }
-
-  // Whether a scalar read so far lies in device memory.
-  bool reads_device_scalars() const { return reads_device_scalars_; }
 
   int device() const { return device_; }
   Queue queue() const {
@@ -397,7 +393,6 @@ class Call {
   int next_ = 0;
   int status_ = 0;
   int device_ = -1;
-  bool reads_device_scalars_ = false;
   uint32_t outputs_ = 0;
   Extent extents_[kMaxArguments] = {};
 };

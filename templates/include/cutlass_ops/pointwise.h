@@ -209,7 +209,7 @@ struct PointwiseEntry {
     config.gridDim = dim3(unsigned(blocks));
     config.blockDim = dim3(Kernel::kThreads);
     config.attrs = &attribute;
-    config.numAttrs = Pointwise::kOverlaps && !call.reads_device_scalars() ? 1 : 0;
+    config.numAttrs = Pointwise::kOverlaps ? 1 : 0;
     cudaError_t const error = queue.launch(config, Pointwise::kernel(), operands);
     return error == cudaSuccess ? Pointwise::finish(operands, queue) : error;
   }

@@ -24,7 +24,6 @@ inline Scalar<int64_t> Call::scalar<int64_t>() {
   if (t->ndim != 0) return fail(at, Reason::kShape), Scalar<int64_t>{};
   if (is_null(t)) return fail(at, Reason::kNull), Scalar<int64_t>{};
   add({address(t), sizeof(int64_t), sizeof(int64_t), 1, false}, at, false);
-  reads_device_scalars_ = true;
   return {0, reinterpret_cast<int64_t const*>(address(t))};
 }
 

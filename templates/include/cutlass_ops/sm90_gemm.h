@@ -224,7 +224,7 @@ struct Sm90Entry {
       }
     }
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
-    bool const follows = workspace_size == 0 && !call.reads_device_scalars();
+    bool const follows = workspace_size == 0;
     bool const overlap = kWaits && !by_gpc && follows;
     if constexpr (Gemm::kPrepares) {
       Preparing preparing{device, queue, workspace, follows};
@@ -305,9 +305,8 @@ struct Sm90Entry {
   }
 
   // With `overlap`, thread blocks start while the kernel before in the stream is still ending (programmatic dependent
-  // launch). Each waits for the end of that kernel before its first load, and every write depends on a load. Two cases must
-  // not overlap. Scalars on the device are read before the wait. CUTLASS's own workspace is cleared by a memset, which this
-  // launch has to follow.
+  // launch). Each waits for the end of that kernel before its first load, and every write depends on a load. CUTLASS's own
+  // workspace is cleared by a memset, which this launch has to follow.
   static cudaError_t enqueue(typename GemmKernel::Params& params, Queue const& queue, bool overlap) {
     Launch const launch(grid(params), overlap);
     return queue.launch(launch.config, Gemm::kernel(), params);

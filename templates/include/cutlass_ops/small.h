@@ -290,7 +290,7 @@ struct SmallEntry {
     config.blockDim = dim3(Kernel::kThreads);
     config.dynamicSmemBytes = Kernel::kSharedMemory;
     config.attrs = &attribute;
-    config.numAttrs = Small::kOverlaps && !call.reads_device_scalars() ? 1 : 0;
+    config.numAttrs = Small::kOverlaps ? 1 : 0;
     return call.queue().launch(config, Small::kernel(), operands);
   }
 
