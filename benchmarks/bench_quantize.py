@@ -4,9 +4,9 @@
     python benchmarks/bench_quantize.py --parts gate --rows 1024 4096 --skip scaled_mm --out /tmp/gate.json
     python benchmarks/bench_quantize.py --resume /tmp/gate.json --out /tmp/all.json    # only missing rows
 
-A row of the part "gate": {"part", "m", "n", "k", "error", "kernel", "ms": {name: ms}, "over_ours": {name: ratio,
-range}}. Operands are in FP8, with a scale for each row of A and each column of B. D has N columns, in FP8 with a scale
-for each 1x128. All add products up in the Tensor Cores alone, as calls do whose D is FP8. The variants:
+A row of the part "gate": {"part", "math", "m", "n", "k", "error", "kernel", "ms": {name: ms}, "over_ours": {name:
+ratio, range}}. Operands are in FP8, with a scale for each row of A and each column of B. D has N columns, in FP8 with a
+scale for each 1x128. All variants add products up in one way, `fast` or `promoted`. They are:
 
 - "gemm": this library's FP8 GEMM of the same M, 2 N and K, with D in BF16: what the multiplication alone takes.
 - "separate": this library's SwiGLU in BF16, then its kernel that quantises a tensor.
@@ -36,7 +36,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.base.mma import BLOCK_K, Math
 from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
@@ -46,6 +46,7 @@ from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 PARTS = ("gate", "tensor")
+MATHS: tuple[Math, ...] = ("fast", "promoted")
 PEERS = ("gemm", "separate", "scaled_mm")
 ROWS = (16, 64, 256, 1024, 2048, 4096, 8192)
 GATES = ((14336, 4096), (28672, 8192))
@@ -99,7 +100,8 @@ def gated(both: Tensor) -> tuple[Tensor, Tensor]:
 class Gate:
     """One set of inputs: x (M, K) and both weights (2 N, K), the gate's first, in FP8 with a scale for each row."""
 
-    def __init__(self, m: int, n: int, k: int, device: str = "cuda") -> None:
+    def __init__(self, math: Math, m: int, n: int, k: int, device: str = "cuda") -> None:
+        self.math: Math = math
         self.x, self.scale_x = co.quantize(torch.randn(m, k, device=device), "e4m3", block=None)
         self.w, self.scale_w = co.quantize(torch.randn(2 * n, k, device=device) / k**0.5, "e4m3", block=None)
         self.n = n
@@ -116,21 +118,22 @@ class Gate:
 
     def ours(self) -> Any:
         """Quantise in the epilogue."""
-        return co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu, out=self.out, **self.inputs())
+        return co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu, out=self.out, math=self.math, **self.inputs())
 
     def gemm(self) -> Any:
         """Multiply alone."""
-        return co.scaled_gemm(self.x, self.w.t(), self.scale_x, self.scale_w, out=self.products, math="fast")
+        return co.scaled_gemm(self.x, self.w.t(), self.scale_x, self.scale_w, out=self.products, math=self.math)
 
     def separate(self) -> Any:
         """Quantise by a kernel of its own."""
-        h = co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu_alone, math="fast", **self.inputs())
+        h = co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu_alone, math=self.math, **self.inputs())
         return co.quantize(h, "e4m3", out=self.out)
 
     def scaled_mm(self, then: Any) -> Any:
         """Multiply by PyTorch, and go on with a compiled function."""
         scale_x, scale_w = self.scale_x[:, None], self.scale_w[None]
-        found = torch._scaled_mm(self.x, self.w.t(), scale_x, scale_w, out_dtype=torch.bfloat16, use_fast_accum=True)
+        fast = self.math == "fast"
+        found = torch._scaled_mm(self.x, self.w.t(), scale_x, scale_w, out_dtype=torch.bfloat16, use_fast_accum=fast)
         return then(found)
 
     def exact(self, rows: Tensor) -> Tensor:
@@ -162,17 +165,19 @@ def error(d: Tensor, scale: Tensor, exact: Tensor) -> float:
 def further(x: Gate, count: int) -> list[KernelSpec]:
     """Return other kernels for the same, the best of each schedule first."""
     device = device_of(torch.device("cuda", 0))
-    signature, problem = harness.asked(ops.op(swiglu), (x.x, x.w[: x.n].t(), *x.inputs().values()), device)
+    signature, problem = harness.asked(
+        ops.op(swiglu).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
+    )
     chosen, *others = [each.ordered.config for each in policies.policy(signature, device).every(problem)]
     best = {c.schedule: c for c in reversed(others)}
     ranked = dict.fromkeys([*(c for s, c in best.items() if s != chosen.schedule), *others])
     return [device.spec(signature, config) for config in list(ranked)[:count]]
 
 
-def run_gate(m: int, n: int, k: int, peers: list[str], kernels: int) -> dict[str, Any]:
+def run_gate(math: Math, m: int, n: int, k: int, peers: list[str], kernels: int) -> dict[str, Any]:
     """Check and time one problem."""
     problem = Problem(m, 2 * n, k)
-    sets = [Gate(m, n, k) for _ in range(rotation(problem.bytes(1, 1, 2)))]
+    sets = [Gate(math, m, n, k) for _ in range(rotation(problem.bytes(1, 1, 2)))]
     first = sets[0]
     for each in first.out.values():
         each.fill_(float("nan"))
@@ -196,26 +201,26 @@ def run_gate(m: int, n: int, k: int, peers: list[str], kernels: int) -> dict[str
 
         known[name] = other
     timed = {name: run for name, run in known.items() if name not in PEERS or name in peers}
-    decision = ops.op(swiglu).plan(first.x, first.w[:n].t(), **first.inputs())
+    decision = ops.op(swiglu).in_math(math).plan(first.x, first.w[:n].t(), **first.inputs())
     return {
-        "part": "gate", "m": m, "n": n, "k": k,
+        "part": "gate", "math": math, "m": m, "n": n, "k": k,
         "error": round(ratio, 4),
         "kernel": decision.spec.config.slug,
         **harness.compare(timed, expected_us(problem, 1)),
     }  # fmt: skip
 
 
-def build_ahead(gates: Iterable[Sequence[int]], kernels: int) -> None:
+def build_ahead(gates: Iterable[Sequence[Any]], kernels: int) -> None:
     """Compile what the gates need, as many kernels at a time as there are processors."""
     calls, others = [], {}
     for gate in gates:
         x = Gate(*gate, "meta")
         others |= dict.fromkeys(further(x, kernels))
-        of_gate = requests.requested(co.scaled_gemm, x.x, x.w.t(), x.scale_x, x.scale_w, math="fast")
+        of_gate = requests.requested(co.scaled_gemm, x.x, x.w.t(), x.scale_x, x.scale_w, math=x.math)
         calls.append((of_gate.op, of_gate.arguments))
         calls += [
-            (op, (x.x, x.w[: x.n].t(), *x.inputs().values()))
-            for op in (ops.op(swiglu), ops.op(swiglu_alone).in_math("fast"))
+            (ops.op(epilogue).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()))
+            for epilogue in (swiglu, swiglu_alone)
         ]
     harness.build_ahead(calls)
     build_many(list(others))
@@ -266,8 +271,8 @@ def run_tensor(m: int, n: int, dtype: str, block: int | None) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise each part: geometric mean and worst of the others' times over ours."""
     result: dict[str, Any] = {}
-    for part in PARTS:
-        members = [r for r in rows if r["part"] == part]
+    for part in ("gate", *(f"gate {math}" for math in MATHS), "tensor"):
+        members = [r for r in rows if part == " ".join((r["part"], *((r["math"],) if "math" in r else ())))]
         for name in dict.fromkeys(name for r in members for name in r["over_ours"]):
             found = [(r["over_ours"][name]["median"], [r["m"], r["n"]]) for r in members if name in r["over_ours"]]
             result[f"{part} {name}"] = {
@@ -279,16 +284,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def cases(parts: list[str], rows: list[int] | None) -> list[tuple[Any, ...]]:
+def cases(parts: list[str], rows: list[int] | None, maths: Sequence[Math] = MATHS) -> list[tuple[Any, ...]]:
     """Return the arguments of each measurement, its part first."""
-    found: list[tuple[Any, ...]] = [("gate", m, n, k) for (n, k), m in product(GATES, ROWS)]
-    found += [("tensor", *each) for each in TENSORS]
-    return [each for each in found if each[0] in parts and (rows is None or each[1] in rows)]
+    gates = [("gate", math, m, n, k) for math, (n, k), m in product(maths, GATES, ROWS) if rows is None or m in rows]
+    tensors = [("tensor", *each) for each in TENSORS if rows is None or each[0] in rows]
+    return [each for each in (*gates, *tensors) if each[0] in parts]
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the case of a row, as :func:`cases` has it."""
-    names = ("part", "m", "n", "k") if row["part"] == "gate" else ("part", "m", "n", "dtype", "block")
+    names = ("part", "math", "m", "n", "k") if row["part"] == "gate" else ("part", "m", "n", "dtype", "block")
     return tuple(row[name] for name in names)
 
 
@@ -296,6 +301,7 @@ def main() -> None:
     """Run the cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--math", nargs="+", default=list(MATHS), choices=MATHS, help="how gates add products up")
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants of a gate to leave out")
     parser.add_argument("--kernels", type=int, default=0, help="how many other kernels of a gate to time as well")
@@ -308,7 +314,7 @@ def main() -> None:
     done = set(map(key, rows))
     peers = [name for name in PEERS if name not in args.skip]
     with torch.no_grad():
-        left = [case for case in cases(args.parts, args.rows) if case not in done]
+        left = [case for case in cases(args.parts, args.rows, args.math) if case not in done]
         build_ahead((of for part, *of in left if part == "gate"), args.kernels)
         for part, *of in left:
             if time.monotonic() - begin > args.limit:

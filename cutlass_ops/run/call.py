@@ -471,8 +471,6 @@ def accumulation(call: Call) -> tuple[mma.Math | None, str]:
         return "promoted", "scales of blocks are applied as sums are added up"
     if call.arguments.math is not None:
         return call.arguments.math, f"math={call.arguments.math!r}"
-    if call.graph.quantized is not None and call.graph.products:
-        return "fast", "registers do not hold two products of 128 columns with sums in FP32 beside them"
     tiles = (t for o, t in zip(call.graph.outputs, call.outputs, strict=True) if o.kind is Kind.TILE)
     rounded = {element_type("out", tile) for tile in tiles}.difference(FP8)
     longest = _FAST_K if rounded else _FAST_K_TO_FP8

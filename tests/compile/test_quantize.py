@@ -34,8 +34,19 @@ FP32_SCALES = dict.fromkeys(("scale_x", "scale_gate", "scale_up"), "f32")
 COOPERATIVE, PINGPONG = {"schedule": "cooperative"}, {"schedule": "pingpong"}
 # How often a thread stores by TMA: four times 32 columns for each block and each 64 or 128 rows. Not at all where each
 # warp stores its own rows, as nothing is read for all warps or added up over them.
+SHARED_BY_TWO = {"schedule": "pingpong", "cluster": (1, 2)}
 KERNELS = {
     "swiglu": (swiglu, {}, "bf16", "e4m3.row", (128, 256, 64), COOPERATIVE, 0),
+    "of two blocks": (scaled_swiglu, FP32_SCALES, "e4m3", "e4m3.row", (192, 128, 128), SHARED_BY_TWO, 0),
+    "promoted, of two blocks": (
+        scaled_swiglu,
+        FP32_SCALES,
+        "e4m3",
+        "e4m3.row",
+        (128, 128, 128),
+        {"schedule": "cooperative", "cluster": (2, 2), "accumulation": "promoted"},
+        0,
+    ),
     "scaled": (scaled_swiglu, FP32_SCALES, "e4m3", "e4m3.row", (128, 256, 128), COOPERATIVE, 0),
     "small": (scaled_swiglu, FP32_SCALES, "e4m3", "e4m3.row", (64, 256, 128), PINGPONG, 0),
     "residual": (
@@ -52,7 +63,8 @@ KERNELS = {
 
 @pytest.mark.parametrize(("epilogue", "inputs", "a", "d", "tile", "config", "stores"), KERNELS.values(), ids=KERNELS)
 def test_a_kernel_quantises_what_it_stores(epilogue, inputs, a, d, tile, config, stores):
-    made = co.Sm90Config(co.ThreadblockShape(*tile), co.ClusterShape(2, 1), **config)
+    cluster = co.ClusterShape(*config.get("cluster", (2, 1)))
+    made = co.Sm90Config(co.ThreadblockShape(*tile), **config | {"cluster": cluster})
     wanted = co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d=d, epilogue=epilogue, inputs=inputs, config=made)
     artifact = build_artifact(wanted)
     report = inspect(artifact)

@@ -104,11 +104,39 @@ TILES = {
     "stream-K": ((128, 128), {"schedule": "cooperative", "scheduler": "stream_k"}),
     "warp-specialised": ((64, 128), {"schedule": "warp_specialized"}),
     "warp-specialised, two": ((128, 128), {"schedule": "warp_specialized", "cluster": co.ClusterShape(2, 1)}),
+    "shared, three": ((192, 64), {"schedule": "pingpong", "cluster": co.ClusterShape(1, 2)}),
+    "shared, four blocks": ((64, 64), {"schedule": "pingpong", "cluster": co.ClusterShape(1, 4)}),
+    "shared, both ways": ((128, 64), {"schedule": "cooperative", "cluster": co.ClusterShape(2, 2)}),
+    "shared, tall": ((256, 64), {"schedule": "cooperative", "cluster": co.ClusterShape(1, 2)}),
 }
-# Warpgroups side by side read no tile.
-READING = [name for name in TILES if name != "side by side"]
-# Tiles of 256 columns, half of them of each weight.
-OF_TWO = ["pingpong, wide", "cooperative, wide"]
+# Warpgroups side by side read no tile, nor do thread blocks that share scales.
+READING = [name for name in TILES if name != "side by side" and not name.startswith("shared")]
+# Tiles of which half is of each weight.
+GATES = {
+    "pingpong": ((64, 256), {"schedule": "pingpong"}, "e4m3"),
+    "cooperative": ((128, 256), {"schedule": "cooperative", "cluster": co.ClusterShape(2, 1)}, "bf16"),
+    "shared, three": ((192, 128), {"schedule": "pingpong", "cluster": co.ClusterShape(1, 2)}, "e4m3"),
+    "shared, promoted": (
+        (128, 128),
+        {"schedule": "cooperative", "cluster": co.ClusterShape(1, 2), "accumulation": "promoted"},
+        "e4m3",
+    ),
+    "shared, four blocks, promoted": (
+        (64, 128),
+        {"schedule": "pingpong", "cluster": co.ClusterShape(2, 4), "accumulation": "promoted"},
+        "e4m3",
+    ),
+    "shared, bf16": ((128, 128), {"schedule": "pingpong", "cluster": co.ClusterShape(1, 2)}, "bf16"),
+}
+
+
+def gate(name):
+    """Return a kernel of SwiGLU."""
+    (m, n), config, a = GATES[name]
+    made = co.Sm90Config(co.ThreadblockShape(m, n, 128 if a == "e4m3" else 64), **config)
+    promoted = ".promoted" if made.accumulation == "promoted" else ""
+    a, b = f"{a}.row{promoted}", f"{a}.col{promoted}"
+    return co.KernelSpec(a=a, b=b, d="e4m3.row", epilogue=swiglu, inputs={"up": b}, config=made)
 
 
 def spec(epilogue, tile, d=None, a="bf16", inputs=None, **more):
@@ -133,8 +161,10 @@ def _built(request):
     """Compile what the tests of this module need, as many kernels at a time as there are processors."""
     if capability()[0] != 9:
         return
-    named = {item.callspec.params.get("kernel") for item in request.session.items if hasattr(item, "callspec")}
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    named, gates = ({given.get(what) for given in params} for what in ("kernel", "gate_of"))
     wanted = [spec(e, tile, inputs=inputs) for name, (e, tile, inputs) in EXACT.items() if name in named]
+    wanted += [gate(name) for name in GATES if name in gates]
     if "test_the_values_are_those_that_a_kernel_without_scales_stores" in {
         getattr(item, "originalname", "") for item in request.session.items
     }:
@@ -377,6 +407,29 @@ def test_a_gate_feeds_the_next_projection(m, of):
     y = co.scaled_gemm(h.d, down.d.t(), h.d_scale, down.d_scale)
     first, second = reference.dequantised(h.d, down.d.t(), h.d_scale.double(), down.d_scale.double())
     assert oracle.error(y, first @ second) <= torch.finfo(BF16).eps + SUMS
+
+
+@pytest.mark.parametrize("gate_of", GATES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(333, 208, 64), (77, 400, 640), (1, 16, 128), (1030, 1040, 256), (4096, 4096, 128)]
+)
+def test_gates_of_every_tile(gate_of, m, n, k):
+    """M is odd; N ends within a block, within its first half, and with neither; a thread block has one tile or many."""
+    made = gate(gate_of)
+    of = NAMES.get(made.a.dtype.name, BF16)
+    x, of_gate, up = draw(m, k, of), draw(n, k, of), draw(n, k, of)
+    if of is E4M3:
+        of_gate, up = ((t.float() / 256).to(of) for t in (of_gate, up))
+    exact = F.silu(x.double() @ of_gate.t().double()) * (x.double() @ up.t().double())
+    d, whole = poisoned((m, n), E4M3, margin=16)
+    scale = poisoned_scales(m, -(-n // 128), "m-major")
+    co.build(made)(x, of_gate.t(), up=up.t(), out={"d": d, "d_scale": scale})
+    assert_near(d, scale, exact, SUMS if of is E4M3 else 1e-4)
+    assert_frame_untouched(whole, d)
+    for _ in range(8):  # whichever of the two thread blocks is first
+        again = co.build(made)(x, of_gate.t(), up=up.t())
+        assert_same(again.d, d)
+        assert_same(again.d_scale, scale)
 
 
 def test_scales_of_blocks_in_and_out():

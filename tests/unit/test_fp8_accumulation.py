@@ -45,7 +45,7 @@ def call(k, math=None, graph=builtin.identity.graph, **named):
         (call(4096, "fast"), "fast"),
         (call(128, "promoted"), "promoted"),
         (call(128, graph=composed.scaled_blocks.graph), "promoted"),
-        (call(4096, graph=swiglu_quantized.graph), "fast"),
+        (call(4096, graph=swiglu_quantized.graph), "promoted"),
         (call(4096, dtype="bf16"), None),
     ],
 )

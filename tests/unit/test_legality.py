@@ -197,6 +197,8 @@ PROMOTED = {"accumulation": "promoted"}
 SAVED = {"epilogue": saved}
 QUANTIZED = {"epilogue": quantised, "d": "e4m3.row"}
 GATED = {"epilogue": quantised_swiglu, "d": "e4m3.row"}
+PAIR = {"cluster": ClusterShape(1, 2)}
+HALF = QUANTIZED | COOP | PAIR  # of the columns that share a scale, with a tile of 64
 FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
 
 
@@ -336,7 +338,14 @@ NEIGHBOURS = [
     ("quantized", sm90(**QUANTIZED), sm90(epilogue=quantised, d="e4m3.row.align8")),
     ("quantized", sm90(**QUANTIZED), sm90(epilogue=quantised, d="e4m3.col")),
     ("quantized", sm90(**QUANTIZED), sm90(**QUANTIZED, outputs={"d_scale": "bf16"})),
-    ("quantized", sm90(n=256, **GATED, **COOP), sm90(n=128, **GATED, **COOP)),
+    ("quantized", sm90(n=256, **GATED, **COOP), sm90(n=192, **GATED, **COOP)),
+    ("quantized", sm90(n=128, **GATED, **COOP, **PAIR), sm90(n=128, **GATED, **COOP)),
+    ("quantized", sm90(n=128, **GATED, **COOP, **PAIR), sm90(n=128, **GATED, **WS, **PAIR)),
+    (
+        "quantized",
+        sm90(n=64, **QUANTIZED, **COOP, **PAIR),
+        sm90(n=64, **QUANTIZED, **COOP, **PAIR, scheduler="stream_k"),
+    ),
     ("quantized", gemv(d="e4m3.row", target="sm_90"), gemv(**QUANTIZED, target="sm_90")),
     ("paired_reduction", sm90(epilogue=placed, swap_ab=True), sm90(epilogue=placed, d="bf16.row.align2")),
     ("paired_reduction", sm90(epilogue=placed), sm90(epilogue=placed_and_saved)),

@@ -465,14 +465,17 @@ def test_every_number_of_rows_is_served_on_hopper(epilogue, dtype):
         assert not can_fall_back(call)
 
 
-@pytest.mark.parametrize(("epilogue", "columns"), [(swiglu, 256), (biased, 128)])
-def test_few_kernels_of_tables_quantise_so_others_are_chosen_from_as_well(epilogue, columns):
-    call = call_at(epilogue.graph, Problem(4096, 14336, 4096), "e4m3", "row", "col")
+# Promoted sums of two products take tiles of half of a scale's columns of each.
+@pytest.mark.parametrize(
+    ("epilogue", "columns", "math"), [(swiglu, 256, "fast"), (swiglu, 128, None), (biased, 128, None)]
+)
+def test_few_kernels_of_tables_quantise_so_others_are_chosen_from_as_well(epilogue, columns, math):
+    call = call_at(epilogue.graph, Problem(4096, 14336, 4096), "e4m3", "row", "col", math=math)
     pool = policies.policy(signature_of(call, H100), H100).kernels
     for schedule, rows in (("pingpong", 64), ("cooperative", 128)):
         tile = co.ThreadblockShape(rows, columns, 128)
         clusters = {c.cluster for c in pool if (c.schedule, c.threadblock, c.swap_ab) == (schedule, tile, False)}
-        assert len(clusters) >= 6
+        assert len(clusters) >= 5
 
 
 @pytest.mark.parametrize("schedule", ["pingpong", "cooperative"])

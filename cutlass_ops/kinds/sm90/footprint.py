@@ -81,6 +81,11 @@ def quantized_by_warps(spec: KernelSpec) -> bool:
     return quantizes_apart(spec.epilogue, spec.form) and not _sm90(spec).side_by_side
 
 
+def shared_by_two(spec: KernelSpec) -> bool:
+    """Return whether two thread blocks of a cluster have half of the columns of each of D's scales."""
+    return quantized_by_warps(spec) and 2 * warpgroup_columns(spec) == BLOCK_K
+
+
 def row_copies(spec: KernelSpec) -> int:
     """Return how many copies of a value for each column are in shared memory: one for each warpgroup on its own."""
     return 2 if quantized_by_warps(spec) and _sm90(spec).schedule == "cooperative" else 1
@@ -117,7 +122,8 @@ def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
         stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
     if spec.epilogue.quantized is not None:
         # epilogue.h: the columns that share a scale, of each of the warpgroups side by side.
-        stages_d = (2 if _sm90(spec).side_by_side else 1) * max(1, BLOCK_K // epi_n)
+        columns = BLOCK_K // 2 if shared_by_two(spec) else BLOCK_K
+        stages_d = (2 if _sm90(spec).side_by_side else 1) * max(1, columns // epi_n)
     stages_c = max(min(steps, 4), stages_d + 1) if _same_width(spec) else min(steps, 4)
     return stages_c, stages_d
 
@@ -200,7 +206,10 @@ def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int, epilogue:
     """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
     mainloop = _mainloop(spec, config, stages)
     full_and_empty = 2 * _MBARRIER_BYTES
-    barriers = [Block(stages * full_and_empty), Block(epilogue_stages(spec)[0] * full_and_empty)]
+    of_c = Block(epilogue_stages(spec)[0] * full_and_empty)
+    if shared_by_two(spec):  # QuantizedByTwo in quantized.h: barriers of two warpgroups, for two turns
+        of_c = struct(of_c, Block(2 * 2 * _MBARRIER_BYTES), alignment=16)
+    barriers = [Block(stages * full_and_empty), of_c]
     if config.split_k > 1:  # templates/include/cutlass_ops/split_k.h
         each = Block(stages * _MBARRIER_BYTES)
         split = struct(each, each, barriers[1], Block(_MBARRIER_BYTES), alignment=16)
@@ -234,7 +243,11 @@ def _epilogue(spec: KernelSpec) -> Block:
     else:
         collective = struct(_tiles(spec, c[1], stages_c), d)
     visitors = list(_visitors(spec))
-    return struct(collective, struct(*visitors) if visitors else Block(1, 1))
+    whole = struct(collective, struct(*visitors) if visitors else Block(1, 1))
+    if not shared_by_two(spec):
+        return whole
+    # QuantizedByTwo in quantized.h: the other block's values for each row, of two warpgroups and two turns.
+    return struct(whole, Block(2 * 2 * output_tile(spec).m * f32.bytes, 128))
 
 
 def _visitors(spec: KernelSpec) -> Iterator[Block]:

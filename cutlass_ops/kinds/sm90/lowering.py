@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
-from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
@@ -96,7 +96,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
         "block_scales": bool(spec.epilogue.block_scales),
         "quantized": D_SCALE if spec.epilogue.quantized else "",
-        "by_warps": footprint.quantized_by_warps(spec),
+        "quantized_how": _quantized(spec),
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
@@ -299,6 +299,13 @@ def _layout(spec: KernelSpec, operand: Operand) -> str:
 def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
     """Whether accesses must divide the extent: not where the bulk copy engine reads and fills up with zeros."""
     return is_output or not operand.aligned
+
+
+def _quantized(spec: KernelSpec) -> str:
+    """Name the way in which D is quantised (``quantized.h``)."""
+    if footprint.shared_by_two(spec):
+        return "QuantizedByTwo"
+    return f"QuantizedByWarps<{BLOCK_K}>" if footprint.quantized_by_warps(spec) else "Quantized"
 
 
 def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: bool) -> tuple[list[Node], bool]:

@@ -36,6 +36,7 @@ from cutlass_ops.kinds.sm90.footprint import (
     mainloop_smem,
     output_tile,
     pipeline_stages,
+    shared_by_two,
     shared_memory,
     split_exchange,
     warpgroup_columns,
@@ -559,7 +560,16 @@ def _quantized(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
             f"{where}, and split_k is {config.split_k}, whose blocks finish parts of a tile", ({"split_k": 1},)
         )
     columns = warpgroup_columns(spec)
-    if columns % BLOCK_K:
+    if shared_by_two(spec):
+        half = f"{where}, of which a thread block has {columns} columns, and two share the scales"
+        if config.cluster.n % 2:
+            yield Broken(f"{half}: they need a cluster with an even n", ({"cluster.n": 2},))
+        if config.schedule == "warp_specialized" or config.scheduler != "persistent":
+            yield Broken(
+                f"{half}: they need memory that no operand uses, of a persistent kernel",
+                ({"schedule": "pingpong", "scheduler": "persistent"},),
+            )
+    elif columns % BLOCK_K:
         each = config.threadblock.n // columns if columns and config.threadblock.n % columns == 0 else 1
         yield Broken(
             f"{where}, and a warpgroup has {columns} columns of d",

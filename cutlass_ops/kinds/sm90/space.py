@@ -43,20 +43,24 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
 def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
     """Return configurations for a signature that tables of other signatures lack.
 
-    Where D is quantised, a warpgroup has 128 columns of D, and tables hardly have such tiles for several products. In a
-    pingpong kernel, one warpgroup's long epilogue overlaps with the other's main loop.
+    Where D is quantised, a warpgroup has 128 columns of D, or 64 if another thread block of the cluster has the others,
+    and tables hardly have such tiles for several products. In a pingpong kernel, one warpgroup's long epilogue overlaps
+    with the other's main loop.
 
     An FP8 weight is read so fast that the pause between two waves of tiles counts: for few rows, all tiles of a large
     one are there at once where two blocks share a multiprocessor.
     """
     if signature.epilogue.quantized is None:
         return _FEW_ROWS_OF_FP8 if signature.a.dtype in FP8 and signature.form == DENSE else ()
-    n, k = BLOCK_K * (1 + len(signature.epilogue.products)), _USUAL_K_BYTES // signature.a.dtype.bytes
+    products, k = 1 + len(signature.epilogue.products), _USUAL_K_BYTES // signature.a.dtype.bytes
     clusters = [ClusterShape(*each) for each in _CLUSTERS]
-    return (
-        *(Sm90Config(ThreadblockShape(64, n, k), each, schedule="pingpong") for each in clusters),
-        *(Sm90Config(ThreadblockShape(128, n, k), each, schedule="cooperative") for each in clusters),
-    )
+    rows: dict[Schedule, tuple[int, ...]] = {"pingpong": (64,), "cooperative": (128,)}
+    found = [(BLOCK_K, schedule, m, each) for schedule in rows for m in rows[schedule] for each in clusters]
+    if products > 1:
+        rows = {"pingpong": (64, 128, 192), "cooperative": (128, 256)}
+        pairs = [each for each in clusters if each.n % 2 == 0]
+        found += [(BLOCK_K // 2, schedule, m, each) for schedule in rows for m in rows[schedule] for each in pairs]
+    return tuple(Sm90Config(ThreadblockShape(m, products * n, k), c, schedule=s) for n, s, m, c in found)
 
 
 _FEW_ROWS_OF_FP8 = tuple(

@@ -460,6 +460,10 @@ struct Unscaled {
   using With = Arguments;
   template <class Params>
   using Kept = Params;
+  template <class Pipeline>
+  using Loading = Pipeline;
+  template <class Storage, int kRows>
+  using Stored = Storage;
 };
 
 // Whether the kernel waits for the one before it only here, in the epilogue: that one takes means of rows (row_means.h).
@@ -485,12 +489,13 @@ class Epilogue : public Collective::Type {
 
  public:
   using Arguments = typename Scales::template With<typename Base::Arguments>;
-  using typename Base::LoadPipeline;
+  using LoadPipeline = typename Scales::template Loading<typename Base::LoadPipeline>;
+  using PipelineStorage = typename LoadPipeline::SharedStorage;
   using typename Base::LoadPipelineState;
   using Params = typename Scales::template Kept<typename Base::Params>;
   using typename Base::StorePipeline;
   using typename Base::StorePipelineState;
-  using typename Base::TensorStorage;
+  using TensorStorage = typename Scales::template Stored<typename Base::TensorStorage, int(cute::size<0>(typename Base::CtaTileMNK{}))>;
 
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
@@ -588,9 +593,9 @@ class Epilogue : public Collective::Type {
       constexpr int kBlock = Scales::kColumns / kPartN;  // parts
       static_assert(kPartN * kBlock == Scales::kColumns && kParts % kBlock == 0 && Policy::StagesD == kSide * kBlock);
       static_assert(!kReuse && !kSwapped && kProducts * kSide <= 2);
-      // The producer loads parts from top to bottom first, so with it all of them are computed together. Without it, one
-      // part at a time: values that are stored free their registers.
-      constexpr int kAtOnce = kHasSource ? kPartsM : 1;
+      // The producer loads parts from top to bottom first, so with it all of them are computed together, as where blocks of
+      // threads wait for each other. Otherwise one part at a time: values that are stored free their registers.
+      constexpr int kAtOnce = kHasSource || Scales::kSharedByTwo ? kPartsM : 1;
       bool const waits = kHasSource && fusion_.is_producer_load_needed();
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kParts / kBlock * (kPartsM / kAtOnce); ++step) {
@@ -628,13 +633,22 @@ class Epilogue : public Collective::Type {
         }
         CUTLASS_PRAGMA_UNROLL
         for (int below = 0; below < kAtOnce; ++below) {
+          CUTLASS_PRAGMA_UNROLL
+          for (float& each : most[below]) each = Scales::of_row(each);
+        }
+        if constexpr (Scales::kSharedByTwo) {
+          static_assert(kParts == kBlock && kAtOnce == kPartsM);
+          Scales::meet(most, load_pipeline.meeting, storage.halves, turn_++);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int below = 0; below < kAtOnce; ++below) {
           int const epi_m = first_m + below;
           float inverse[2];
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const row = (int(m) * kPartsM + epi_m) * kPartM + Fragment(own_thread).row + i * 8;
             int const column = (int(n) * kPartsN + side * kParts + first) * kPartN;
-            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, column / Scales::kColumns,
+            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, column,
                                                             row < int(m_extent) && left > 0);
           }
           auto const narrow = [&](int part) {
@@ -644,7 +658,7 @@ class Epilogue : public Collective::Type {
             return cutlass::NumericArrayConverter<ElementD_, float, kValues>{}(scaled);
           };
           if constexpr (Scales::kByWarps) {
-            static_assert(kPartM * Scales::kColumns == kThreads / 32 * Scales::kRows * Scales::kColumns && kSide == 1);
+            static_assert(kPartM == kThreads / 32 * Scales::kRows && kSide == 1);
             uint32_t words[Scales::kColumns / 8];
             CUTLASS_PRAGMA_UNROLL
             for (int part = 0; part < kBlock; ++part) {
@@ -801,6 +815,7 @@ class Epilogue : public Collective::Type {
   Fusion fusion_;
   int issued_ = 0;
   int half_ = 0;
+  int turn_ = 0;  // tiles whose scales were shared with another thread block
 };
 
 }  // namespace cutlass_ops
