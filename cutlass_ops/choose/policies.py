@@ -17,6 +17,7 @@ import numpy as np
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
+from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.garbage import uncollected
 from cutlass_ops.base.hashed import Itself
@@ -29,7 +30,7 @@ from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, StepsSoFar
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.choose.weight import Weight, spec_of
-from cutlass_ops.declare.chips import USUAL
+from cutlass_ops.declare.chips import OF_FP8, USUAL
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
@@ -513,13 +514,16 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
     """Return other tables to borrow from for kernels of Sm90, nearest first; none if the own table is the reference.
 
-    First a similar signature's, then the reference; each first from this device, then from an H100.
+    First a similar signature's, then that of FP8 for FP8 operands, then the reference; each first from this device,
+    then from the one that was measured first.
     """
     usual = reference()
     if own is not None and own.is_about(usual.signature, usual.device):
         return ()
     like = _like if signature.loaded_majors == usual.signature.majors else _plain
     ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]
+    if signature.a.dtype in FP8:
+        ways[-2:-2] = [(name, _scaled(signature.promoted)) for name in (device.name, OF_FP8.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
@@ -534,6 +538,12 @@ def reference() -> Table:
     if table is None:
         raise FileNotFoundError(f"cutlass_ops is incomplete: {resources.tuned()} has no table; reinstall the package")
     return table
+
+
+def _scaled(promoted: bool) -> OpSignature:
+    """Return the signature of FP8 products with scales of the tensors."""
+    operand, scale = Operand.of("e4m3.row.promoted" if promoted else "e4m3.row"), Operand.of("f32.row.align1")
+    return OpSignature(composed.scaled.graph, operand, operand.transposed, Operand.of("bf16.row"), (scale, scale), ())
 
 
 def _like(signature: OpSignature) -> OpSignature | None:
@@ -585,7 +595,7 @@ def _kind(signature: OpSignature) -> tuple[object, ...]:
     """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
     own = traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.promotes
-    return *own, traits.apart, signature.form
+    return *own, signature.form
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

@@ -64,3 +64,5 @@ CHIPS = {
 }
 # The chip of the tables that others borrow from. It stands in for unknown chips.
 USUAL = CHIPS["NVIDIA H100 80GB HBM3"]
+# The chip of FP8's table.
+OF_FP8 = CHIPS["NVIDIA H200"]

@@ -14,7 +14,6 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major, copied
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
-from cutlass_ops.kinds.serving import quantizes_apart
 
 Extent = Literal["m", "n", "k"]
 _Extents = TypeVar("_Extents", Problem, Extents)
@@ -50,8 +49,6 @@ class Traits:
         Whether kernels of ``wgmma`` read A and B along K only, or copies of them that lie so.
     copied : tuple of bool
         Whether these kernels copy A, and whether they copy B.
-    apart : bool
-        Whether warpgroups that share a tile finish it without waiting for each other.
     """
 
     element_bytes: int
@@ -67,7 +64,6 @@ class Traits:
     ragged_k: bool = False
     along_k: bool = False
     copied: tuple[bool, bool] = (False, False)
-    apart: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -87,7 +83,6 @@ class Traits:
             ragged_k=signature.form == RAGGED_K,
             along_k=mma is not None and mma.wgmma_k_major_only,
             copied=copied(signature.a, signature.b),
-            apart=quantizes_apart(signature.epilogue, signature.form),
         )
 
     @property

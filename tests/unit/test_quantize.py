@@ -12,7 +12,6 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f32
 from cutlass_ops.base.errors import ConfigError, EpilogueError, MissingKernelError, UnsupportedError
 from cutlass_ops.choose import dispatch, policies
-from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.quantizing import QuantizeSpec, declaration_from_json
 from cutlass_ops.epilogue.graph import Graph
@@ -476,32 +475,6 @@ def test_few_kernels_of_tables_quantise_so_others_are_chosen_from_as_well(epilog
         tile = co.ThreadblockShape(rows, columns, 128)
         clusters = {c.cluster for c in pool if (c.schedule, c.threadblock, c.swap_ab) == (schedule, tile, False)}
         assert len(clusters) >= 5
-
-
-@pytest.mark.parametrize("schedule", ["pingpong", "cooperative"])
-def test_warpgroups_that_finish_a_tile_apart_hide_a_part_of_their_epilogue(schedule):
-    """Where they add up an amax as well, they do not."""
-
-    @co.epilogue
-    def reduced(acc):
-        y = co.e.relu(acc)
-        return {"d": co.e.quantize(y, "e4m3"), "amax": co.e.amax(y, dim=1)}
-
-    @co.epilogue
-    def alone(acc):
-        return co.e.quantize(co.e.relu(acc), "e4m3")
-
-    problem = Problem(4096, 14336, 4096)
-    rows = 128 if schedule == "cooperative" else 64
-    config = co.Sm90Config(co.ThreadblockShape(rows, 128, 128), schedule=schedule)
-    signatures = (
-        signature_of(call_at(epilogue.graph, problem, "e4m3", "row", "col"), H100) for epilogue in (alone, reduced)
-    )
-    apart, together = (Pool.of([config], s).times([problem], H100).item() for s in signatures)
-    if schedule == "cooperative":
-        assert 0.8 * together < apart < together
-    else:
-        assert apart == together
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(("row", "col"), repeat=2)))

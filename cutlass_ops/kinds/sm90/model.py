@@ -49,9 +49,6 @@ _PRODUCT_BYTES_PER_CLOCK = 4096
 _SUMS_PER_CLOCK = 128
 _TURN = 64
 _SHARED_BYTES_PER_CLOCK = 128
-# The part of a cooperative epilogue that is hidden where its warpgroups do not wait for each other: while one stores,
-# the other multiplies, as far ahead as there are stages. A guess (benchmarks/NOTES.md).
-_HIDDEN_APART = 0.6
 
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
@@ -516,16 +513,6 @@ def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
     clocks = batch.wgmma_m * batch.wgmma_n / _SUMS_PER_CLOCK + _TURN
     exposed = clocks * np.where(batch.schedule == SCHEDULES.index("cooperative"), 0.5, 1.0)
     return np.asarray(cover.waves * cover.steps * exposed / (chip.clock * 1e3))
-
-
-def hidden_apart(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
-    """Return by how many microseconds less of epilogues shows where warpgroups finish a tile without each other.
-
-    The shape is (problems, configurations). Only a cooperative kernel has two warpgroups on a tile.
-    """
-    cooperative = batch.schedule == SCHEDULES.index("cooperative")
-    epilogues = grid(batch, problems, chip).waves * batch.part * chip.epilogue.cooperative
-    return np.asarray(np.where(cooperative, _HIDDEN_APART * epilogues, 0.0))
 
 
 def scattering(problems: Problems) -> Floats:

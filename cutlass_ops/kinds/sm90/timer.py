@@ -68,8 +68,7 @@ class Sm90Timer:
     def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for what is no part of a plain GEMM.
 
-        That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32; less
-        what is hidden of an epilogue.
+        That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
         """
         extents = Extents.of(problems)
         cover, times = None, np.zeros((1, 1))
@@ -86,8 +85,6 @@ class Sm90Timer:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
         if traits.promotes:
             found = found + model.promoting(self.batch, extents, model.costs_of(device))
-        if traits.apart:
-            found = found - model.hidden_apart(self.batch, extents, model.costs_of(device))
         if not traits.gathers:
             return found
         return found + model.means(
