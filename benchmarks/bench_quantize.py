@@ -41,6 +41,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.composed import quantized_swiglu
 from cutlass_ops.run import ops, reference, requests
 from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -63,12 +64,6 @@ _SAMPLED = 64
 _BYTES_PER_US = 2.8e6
 # Of the values' own rounding, how much more the kernel's may be: sums of FP8 products are not exact.
 _ALLOWED = 1.1
-
-
-@co.epilogue
-def swiglu(acc, up: co.Product, scale_x: co.Col, scale_gate: co.Row, scale_up: co.Row):  # noqa: ANN001, ANN201
-    """D = silu(gate) * up in FP8, of operands with scales of rows and columns."""
-    return co.e.quantize(co.e.silu(acc * scale_x * scale_gate) * (up * scale_x * scale_up), "e4m3")
 
 
 @co.epilogue
@@ -118,7 +113,8 @@ class Gate:
 
     def ours(self) -> Any:
         """Quantise in the epilogue."""
-        return co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu, out=self.out, math=self.math, **self.inputs())
+        gate, how = self.w[: self.n].t(), self.math
+        return co.gemm(self.x, gate, epilogue=quantized_swiglu, out=self.out, math=how, **self.inputs())
 
     def gemm(self) -> Any:
         """Multiply alone."""
@@ -166,7 +162,7 @@ def further(x: Gate, count: int) -> list[KernelSpec]:
     """Return other kernels for the same, the best of each schedule first."""
     device = device_of(torch.device("cuda", 0))
     signature, problem = harness.asked(
-        ops.op(swiglu).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
+        ops.op(quantized_swiglu).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
     )
     chosen, *others = [each.ordered.config for each in policies.policy(signature, device).every(problem)]
     best = {c.schedule: c for c in reversed(others)}
@@ -201,7 +197,7 @@ def run_gate(math: Math, m: int, n: int, k: int, peers: list[str], kernels: int)
 
         known[name] = other
     timed = {name: run for name, run in known.items() if name not in PEERS or name in peers}
-    decision = ops.op(swiglu).in_math(math).plan(first.x, first.w[:n].t(), **first.inputs())
+    decision = ops.op(quantized_swiglu).in_math(math).plan(first.x, first.w[:n].t(), **first.inputs())
     return {
         "part": "gate", "math": math, "m": m, "n": n, "k": k,
         "error": round(ratio, 4),
@@ -220,7 +216,7 @@ def build_ahead(gates: Iterable[Sequence[Any]], kernels: int) -> None:
         calls.append((of_gate.op, of_gate.arguments))
         calls += [
             (ops.op(epilogue).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()))
-            for epilogue in (swiglu, swiglu_alone)
+            for epilogue in (quantized_swiglu, swiglu_alone)
         ]
     harness.build_ahead(calls)
     build_many(list(others))

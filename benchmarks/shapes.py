@@ -204,6 +204,12 @@ FP8: tuple[Shape, ...] = tuple(
         ]
     )
 )
+# Gates of FP8 models: columns of each of the two weights.
+FP8_GATES: tuple[Shape, ...] = tuple(
+    (m, n, k)
+    for n, k in ((14336, 4096), (28672, 8192), (6144, 2048))
+    for m in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+)
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,
     "unseen": UNSEEN,

@@ -7,7 +7,7 @@
 - Shapes at which all kernels lost clearly to a peer are dropped, since the right kernel did not race there.
 - --like: kernels that did not race at a shape count with their distance in tables of another epilogue or element type.
 - The grid's shapes keep the measurements of only sixteen kernels, which then serve them. `evaluate_dispatch.py` prints
-  the loss. All kernels may serve other shapes.
+  the loss. All kernels may serve other shapes. With --whole, all may serve the grid as well.
 - Kernels that a given table lists stay, since a table shipped before no longer has all races.
 - A kernel without any time in the folder is dropped if the same kernel with another K extent has one. The model cannot
   distinguish them, and alone it chose kernels that take 1.4 times as long.
@@ -71,9 +71,12 @@ def _by_use(points: Iterable[Point]) -> list[Config]:
 
 
 def timed(folder: Path, like: Table) -> set[Config]:
-    """Return the kernels with times in a folder's tables, for a table's device and majors."""
-    there = (table for table in map(tables.load, folder.glob("*.json")) if table.device == like.device)
-    alike = (table for table in there if table.signature.majors == like.signature.majors)
+    """Return the kernels with times in a folder's tables, for a table's device, majors and width of elements."""
+
+    def of(table: Table) -> tuple[object, ...]:
+        return table.device, table.signature.majors, table.signature.a.dtype.bytes
+
+    alike = (table for table in map(tables.load, folder.glob("*.json")) if of(table) == of(like))
     return {m.config for table in alike for p in table.points for m in p.measured}
 
 
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
     parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, oldest first")
     parser.add_argument("--exchange", nargs="+", default=[], metavar="NAME=NAME", help="exchange kernels of the grid")
+    parser.add_argument("--whole", action="store_true", help="keep all measurements of the grid")
     args = parser.parse_args()
     given = [tables.load(path) for path in args.tables]
     table = reduce(Table.merged, given)
@@ -122,11 +126,11 @@ def main() -> None:
     points = tuple(best_orders(p, pool) for p in table.points)
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     everything = {m.config for p in points for m in p.measured}
-    grid = {Problem(*shape) for shape in shapes.GRID}
+    grid = set() if args.whole else {Problem(*shape) for shape in shapes.GRID}
     chosen = replace(table, points=points).select(first=grid, few=FEW, most=len(everything))
     known = everything | timed(args.folder, table)
     listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
-    few = exchanged(chosen.kernels[:FEW], everything, args.exchange)
+    few = exchanged(chosen.kernels[: FEW if grid else 0], everything, args.exchange)
     ordered = tuple(dict.fromkeys([*few, *chosen.kernels, *_by_use(points), *listed]))
     chosen = replace(chosen, kernels=ordered[: tables.MOST_KERNELS])
     before = chosen.points
@@ -136,7 +140,9 @@ def main() -> None:
     path.write_text(json.dumps(chosen.to_json()) + "\n")
     lost = [min(m.behind for m in p.measured if m.config in few) for p in before if p.problem in grid]
     print(f"{path}: {len(chosen.points)} shapes, {len(chosen.kernels)} kernels")
-    print(f"{len(few)} kernels lose {sum(lost) / len(lost):.2%} on average and {max(lost):.1%} at worst at the grid")
+    if lost:
+        mean, worst = sum(lost) / len(lost), max(lost)
+        print(f"{len(few)} kernels lose {mean:.2%} on average and {worst:.1%} at worst at the grid")
 
 
 if __name__ == "__main__":

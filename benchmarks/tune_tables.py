@@ -27,6 +27,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import named, norms, ops
 from cutlass_ops.run.scaled import scaled_op
@@ -46,6 +47,7 @@ _SETS = (
     "lines",
     "means",
     "fp8",
+    "fp8_gates",
 )
 _SUMS = {"row_sum_square": "f32"}
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
@@ -64,6 +66,7 @@ def main() -> None:
         "scaled": scaled_op(False, False, None),
         "scaled_rows": scaled_op(True, True, None),
         "scaled_blocks": scaled_op(False, False, None, True),
+        "quantized_swiglu": ops.op(composed.quantized_swiglu),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(ops_by_name), default="gemm_bias_relu")
@@ -106,8 +109,8 @@ def main() -> None:
     first, step = map(int, args.part.split("/"))
     # Results are reported over the grid, so every part has it.
     wanted = tuple(shape for at, shape in enumerate(wanted) if at % step == first or shape in shapes.GRID)
-    if args.op.startswith("scaled"):
-        inputs = dict.fromkeys(op.names, "f32")
+    if args.op.startswith(("scaled", "quantized")):
+        inputs = {each.name: "f32" for each in op.graph.inputs if each.kind is not Kind.PRODUCT}
     else:
         inputs = _SUMS if args.op.endswith("_sums") else None
     op = op if args.math is None else op.in_math(args.math)

@@ -523,7 +523,10 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
     like = _like if signature.loaded_majors == usual.signature.majors else _plain
     ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]
     if signature.a.dtype in FP8:
-        ways[-2:-2] = [(name, _scaled(signature.promoted)) for name in (device.name, OF_FP8.name)]
+        places = device.name, OF_FP8.name
+        ways[-2:-2] = [(name, _scaled(signature)) for name in places]
+        if signature.epilogue.products and signature.epilogue.quantized is not None:
+            ways[:0] = [(name, _quantized_gate(signature)) for name in places]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
@@ -540,10 +543,22 @@ def reference() -> Table:
     return table
 
 
-def _scaled(promoted: bool) -> OpSignature:
-    """Return the signature of FP8 products with scales of the tensors."""
-    operand, scale = Operand.of("e4m3.row.promoted" if promoted else "e4m3.row"), Operand.of("f32.row.align1")
-    return OpSignature(composed.scaled.graph, operand, operand.transposed, Operand.of("bf16.row"), (scale, scale), ())
+def _scaled(signature: OpSignature) -> OpSignature:
+    """Return the signature of FP8 products with scales of blocks, or of the tensors, added up in the same way."""
+    scale, d = Operand.of("f32.row.align1"), Operand.of("bf16.row")
+    if signature.epilogue.block_scales:
+        a, b = Operand.of("e4m3.row.blocks1x128"), Operand.of("e4m3.col.blocks128x128")
+        return OpSignature(composed.scaled_blocks.graph, a, b, d, (scale, scale), ())
+    a = Operand.of("e4m3.row.promoted" if signature.promoted else "e4m3.row")
+    return OpSignature(composed.scaled.graph, a, a.transposed, d, (scale, scale), ())
+
+
+def _quantized_gate(signature: OpSignature) -> OpSignature:
+    """Return the signature of SwiGLU that is quantised, of FP8 products added up in the same way."""
+    a, scale = Operand.of("e4m3.row.promoted" if signature.promoted else "e4m3.row"), Operand.of("f32.row.align1")
+    graph = composed.quantized_swiglu.graph
+    inputs = tuple(a.transposed if i.kind is Kind.PRODUCT else scale for i in graph.inputs)
+    return OpSignature(graph, a, a.transposed, Operand.of("e4m3.row"), inputs, (scale,))
 
 
 def _like(signature: OpSignature) -> OpSignature | None:

@@ -21,6 +21,7 @@ from cutlass_ops.epilogue import (
     maximum,
     mean_of_a,
     mean_square_of_a,
+    quantize,
     reciprocal,
     rsqrt,
     silu,
@@ -171,6 +172,12 @@ SCALED: dict[tuple[bool, bool], Epilogue] = {
 def times_gamma(acc, gamma: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """D = (A @ B) * gamma: the next norm's, which runs along its K."""
     return acc * gamma
+
+
+@epilogue
+def quantized_swiglu(acc, up: Product, scale_x: Col, scale_gate: Row, scale_up: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = silu(gate) * up in FP8 with a scale for each 1x128, of operands with scales of rows and columns."""
+    return quantize(silu(acc * scale_x * scale_gate) * (up * scale_x * scale_up), "e4m3")
 
 
 @functools.cache

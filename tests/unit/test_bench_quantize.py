@@ -33,7 +33,7 @@ def test_other_kernels_are_of_each_schedule(m, math, monkeypatch):
     assert len(set(found)) == 3
     device = CHIPS["NVIDIA H200"].device
     signature, problem = BENCH.harness.asked(
-        BENCH.ops.op(BENCH.swiglu).in_math(math), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
+        BENCH.ops.op(BENCH.quantized_swiglu).in_math(math), (x.x, x.w[: x.n].t(), *x.inputs().values()), device
     )
     best = BENCH.policies.policy(signature, device).every(problem)[0].config
     assert found[0].config.schedule != best.schedule

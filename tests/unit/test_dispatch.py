@@ -14,6 +14,7 @@ from signatures import A100, H100, H200, signature, statistics
 
 import cutlass_ops as co
 from cutlass_ops.base import resources
+from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.choose import dispatch, policies, pool, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
@@ -69,6 +70,8 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for(monkeypatch)
         wanted = SHAPES.GATES if epilogue.products else SHAPES.NORMS if of_rows else SHAPES.GRID
         if epilogue in (gemm_residual.graph, norms.residual_rms_op(torch.bfloat16).graph):
             wanted = SHAPES.RESIDUALS
+        if table.signature.a.dtype in FP8:
+            wanted = SHAPES.FP8_GATES if epilogue.products else SHAPES.FP8
         if table.signature.a.major == "col":
             wanted = sorted({*SHAPES.GRID} & {*SHAPES.MAJORS})
         assert set(wanted) <= {p.problem.extents for p in table.points}
