@@ -610,7 +610,7 @@ def _kind(signature: OpSignature) -> tuple[object, ...]:
     """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
     own = traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.promotes
-    return *own, signature.form
+    return *own, traits.clocks, signature.form
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

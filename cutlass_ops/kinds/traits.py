@@ -13,7 +13,11 @@ from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major, copied
+from cutlass_ops.kinds import arithmetic
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
+
+# Clocks of the longest epilogues that the tables' times stand for (arithmetic.py).
+_USUAL_CLOCKS = 20.0
 
 Extent = Literal["m", "n", "k"]
 _Extents = TypeVar("_Extents", Problem, Extents)
@@ -49,6 +53,9 @@ class Traits:
         Whether kernels of ``wgmma`` read A and B along K only, or copies of them that lie so.
     copied : tuple of bool
         Whether these kernels copy A, and whether they copy B.
+    clocks : float
+        How long an epilogue computes an element of D, where that is longer than in those that were measured
+        (:mod:`cutlass_ops.kinds.arithmetic`).
     """
 
     element_bytes: int
@@ -64,6 +71,7 @@ class Traits:
     ragged_k: bool = False
     along_k: bool = False
     copied: tuple[bool, bool] = (False, False)
+    clocks: float = 0.0
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -83,6 +91,7 @@ class Traits:
             ragged_k=signature.form == RAGGED_K,
             along_k=mma is not None and mma.wgmma_k_major_only,
             copied=copied(signature.a, signature.b),
+            clocks=max(0.0, arithmetic.clocks(signature.epilogue) - _USUAL_CLOCKS),
         )
 
     @property

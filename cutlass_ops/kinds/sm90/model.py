@@ -48,6 +48,10 @@ _PRODUCT_BYTES_PER_CLOCK = 4096
 # same warpgroup. The first is the number of its FP32 units; the second is a guess. Neither was fitted.
 _SUMS_PER_CLOCK = 128
 _TURN = 64
+# Clocks that a warp takes for an element in a usual epilogue, its stores among them, and how much longer an epilogue
+# computes in parts of 16 or 8 columns instead of 32: by stall counts of the machine code (benchmarks/NOTES.md).
+_USUAL_CLOCKS = 16.0
+_OF_16_COLUMNS, _OF_8_COLUMNS = 1.6, 2.4
 _SHARED_BYTES_PER_CLOCK = 128
 
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
@@ -513,6 +517,37 @@ def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
     clocks = batch.wgmma_m * batch.wgmma_n / _SUMS_PER_CLOCK + _TURN
     exposed = clocks * np.where(batch.schedule == SCHEDULES.index("cooperative"), 0.5, 1.0)
     return np.asarray(cover.waves * cover.steps * exposed / (chip.clock * 1e3))
+
+
+def computing(
+    batch: Batch, problems: Problems, clocks: float, weights: int = 1, element_bytes: int = 2, chip: Costs = H100
+) -> Floats:
+    """Return the extra microseconds of a long epilogue, with shape (problems, configurations).
+
+    Parameters
+    ----------
+    batch, problems, chip
+        As for :func:`times`.
+    clocks : float
+        How much longer than usual a warp alone on its scheduler takes for an element of each thread.
+    weights : int
+        Number of weights that share a tile.
+    element_bytes : int
+        Bytes of an element of A and of B.
+    """
+    cover = grid(batch, problems, chip)
+    pingpong = batch.schedule == SCHEDULES.index("pingpong")
+    groups = np.where(batch.schedule == SCHEDULES.index("cooperative"), 2.0, 1.0)
+    # An epilogue takes a tile in parts of at most 32 columns. Narrower ones interleave fewer elements.
+    narrow = np.where(batch.wgmma_n % 32 == 0, 1.0, np.where(batch.wgmma_n % 16 == 0, _OF_16_COLUMNS, _OF_8_COLUMNS))
+    elements = batch.wgmma_m * batch.wgmma_n / (arch.WARPGROUP * groups * weights)
+    longer = elements * clocks * narrow
+    # While one warpgroup of a pingpong kernel computes, the other multiplies.
+    products = batch.wgmma_m * batch.wgmma_n * batch.tile_k * element_bytes / _PRODUCT_BYTES_PER_CLOCK * cover.steps
+    usual = elements * _USUAL_CLOCKS * narrow
+    shown = np.maximum(0.0, usual + longer - np.maximum(products, usual)) / 2
+    exposed = np.where(pingpong, cover.waves * shown + longer, cover.waves * longer)
+    return np.asarray(exposed / (chip.clock * 1e3))
 
 
 def scattering(problems: Problems) -> Floats:
