@@ -127,16 +127,17 @@ def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
 
 
 def test_signatures_of_the_same_traits_and_kernels_share_what_is_known_and_each_has_its_own_kernels():
-    first, other = (policies.policy(signature(of), H100) for of in (builtin.bias_gelu, builtin.bias))
+    first, other = (policies.policy(signature(of), H100) for of in (builtin.bias_relu_residual, builtin.bias))
     assert first.knowledge is other.knowledge
     assert first.weight_of(4096, 4096, 1).steps is other.weight_of(4096, 4096, 1).steps
     for policy in (first, other):
         (spec,) = {s.epilogue for s in policy.weight_of(4096, 4096, 1).specs.values()}
         assert spec == policy.signature.epilogue
-    # A wider D takes longer, as does a smaller chip.
+    # A wider D takes longer, as do a smaller chip and an epilogue that computes longer.
     wide = policies.policy(signature(builtin.bias, d_dtype="f32"), H100)
     small = policies.policy(signature(builtin.bias), replace(H100, multiprocessors=114))
-    assert len({id(p.knowledge) for p in (first, wide, small)}) == 3
+    longer = policies.policy(signature(builtin.bias_gelu), H100)
+    assert len({id(p.knowledge) for p in (first, wide, small, longer)}) == 4
     policies.forget(shipped=True)
     assert policies.policy(signature(builtin.bias), H100).knowledge is not first.knowledge
 
@@ -282,7 +283,9 @@ def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(ca
     policy = policies.policy(signature_at(op.graph, problem, dtype, "row", "col", None, H100), H100)
     assert measured.own
     assert policy.own is None
-    assert policy.choose(problem) == measured.choose(problem)
+    found, theirs = policy.choose(problem), measured.choose(problem)
+    assert (found.config, found.order, found.source) == (theirs.config, theirs.order, theirs.source)
+    assert found.microseconds == pytest.approx(theirs.microseconds, rel=0.005)  # GELU computes longer than SiLU
 
 
 @pytest.mark.parametrize(

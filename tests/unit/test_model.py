@@ -12,15 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, H200, signature
 
+import cutlass_ops as co
 from cutlass_ops.base import resources
 from cutlass_ops.choose import knowledge, policies, pool, space, tables
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import GemvConfig, Means, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import composed
-from cutlass_ops.kinds import legality
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.kinds import arithmetic, legality
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.kinds.sm90 import model, timer
+from cutlass_ops.kinds.traits import Traits
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
 
@@ -396,3 +400,40 @@ def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
     assert (apart.by_gpc == together.by_gpc).all()
     again = Pool.of(policy.kernels, signature(composed.rms_norm)).besides(problems, H100)
     assert np.allclose(again, besides, rtol=1e-12, atol=0)
+
+
+# ---- Epilogues that compute long ---------------------------------------------------------------------------------
+
+
+def longer_by(n, k, schedule="pingpong", clocks=30.0):
+    config = co.Sm90Config(co.ThreadblockShape(128, n, 64), schedule=schedule)
+    return float(model.computing(model.Batch.of([config]), [Problem(8192, 8192, k)], clocks)[0, 0])
+
+
+def test_a_pingpong_kernel_hides_an_epilogue_behind_products_that_take_longer():
+    last = 128 * 30.0 / (model.H100.clock * 1e3)  # microseconds, of the last tile
+    assert longer_by(128, 8192) == pytest.approx(last)
+    assert longer_by(128, 128) > 10 * last
+    assert longer_by(128, 8192, "cooperative") > 10 * last
+
+
+def test_narrow_parts_of_a_tile_compute_longer_for_each_element():
+    wide, sixteen, eight = (longer_by(n, 128, "cooperative") / n for n in (192, 208, 200))
+    assert wide < sixteen < eight
+
+
+def test_clocks_are_those_of_what_differs_from_element_to_element():
+    @co.epilogue
+    def of_rows(acc, x: co.Col):
+        return acc * co.e.rsqrt(co.e.exp(x) + 1.0)
+
+    @co.epilogue
+    def of_elements(acc, x: co.Col):
+        return co.e.rsqrt(co.e.exp(acc) + 1.0) * x
+
+    assert arithmetic.clocks(of_rows.graph) < arithmetic.clocks(of_elements.graph)
+    assert arithmetic.clocks(builtin.bias_relu.graph) < arithmetic.clocks(builtin.bias_gelu.graph)
+    for light in (builtin.bias_relu, builtin.residual, builtin.bias_silu, composed.swiglu, composed.rms_norm):
+        operand = Operand.of("bf16.row")
+        inputs = tuple(operand for _ in light.graph.inputs)
+        assert Traits.of(OpSignature(light.graph, operand, operand.transposed, operand, inputs, ())).clocks == 0
