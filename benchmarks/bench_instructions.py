@@ -304,7 +304,7 @@ def text(result: Result) -> str:
 
 REPORT = Report(
     "benchmarks/bench_instructions.py",
-    "benchmarks/results/instructions_h100.json",
+    "benchmarks/results/instructions_h200.json",
     "docs/types.md",
     "instructions alone",
     text,

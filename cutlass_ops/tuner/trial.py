@@ -343,6 +343,7 @@ class Trial:
         multiplied = self._signature.a.dtype
         usual = _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
         sums = {tf32: _SUMS_OF_TF32, f64: _SUMS_OF_FP64}.get(multiplied, usual)
+        sums *= 1 + len(self._signature.epilogue.products)  # what is multiplied with each other is off by both
         for output, found, wanted in zip(outputs, self._sets[0].outputs, every, strict=True):
             if not found.dtype.is_floating_point:
                 rounded = reference.rounded(wanted, found.dtype)

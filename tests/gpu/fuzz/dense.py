@@ -15,7 +15,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import FP8 as FP8_TYPES
-from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, f64, i8
+from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, f64, i8, tf32
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue
 from cutlass_ops.run import reference
@@ -244,6 +244,11 @@ class Family:
             sums = x @ w
         # What sums of as many products of both signs are like: results near zero are no better than that.
         slack = (x_scaled.square() @ w_scaled.square()).sqrt() * case.sums
+        if tf32 in (
+            type_a,
+            type_b,
+        ):  # which of two numbers a value halfway between them becomes is the hardware's choice
+            slack += _halfway(a) @ w.abs() + x.abs() @ _halfway(b)
         slack = torch.where(slack.isfinite(), slack, 0.0)
 
         def outputs(of: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -287,6 +292,14 @@ class Family:
             ways.append((r"^a\b.*16 bytes", other(narrow)))
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)
+
+
+def _halfway(x: Tensor) -> Tensor:
+    """Return how far each value moves if it is halfway between two numbers of TF32 and becomes the other one."""
+    bits = x.contiguous().view(torch.int32)
+    other = (bits & ~0x1FFF).view(torch.float32).double()
+    moved = (reference.as_multiplied(x, tf32).double() - other).abs()
+    return torch.where((bits & 0x1FFF == 0x1000) & x.isfinite(), moved, 0.0)
 
 
 def _with_odd_rows(found: Wanted, narrow: Wanted, odd: Mapping[str, list[int]], undecided: Tensor) -> Wanted:
