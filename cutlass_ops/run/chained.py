@@ -191,6 +191,7 @@ class _Chained(torch.autograd.Function):
             else:
                 leaves = before.gradients_behind(found, of_d, b2.t(), kept)
             kept.clear()
+            before.spent = ()  # another tensor may lie at their addresses from here on
             into = ctx.into | {"b": ctx.into.get("b1")}
             of_a, of_b1, *of_first = before.of_operands(leaves, first, pair.wrt1, into, a=needs_a, b=needs_b1)
             return None, None, of_a, of_b1, of_second[0], *of_first, *of_second[1:]

@@ -142,6 +142,7 @@ class _Recorded(torch.autograd.Function):
             leaves = step.gradients(found, of, kept)
             of.clear()
             kept.clear()
+            step.spent = ()  # another tensor may lie at their addresses from here on
             named = dict(zip(call.names, tensors, strict=True))
             needs_a, needs_b = ctx.needs_input_grad[1:3]
             return None, *step.of_operands(leaves, named, ctx.wrt, ctx.into, a=needs_a, b=needs_b)

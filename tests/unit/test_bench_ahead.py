@@ -12,7 +12,7 @@ FP8, QUANTIZE, BATCHED, GROUPED = map(script, ("bench_fp8", "bench_quantize", "b
 GROUPS = [(GROUPED.Case(8, 64, "zipf"), "none"), (GROUPED.Case(64, 8192, "zipf"), "none")]
 CALLS = {
     "fp8": (FP8, [("rows", "fast", (16, 6144, 4096)), ("blocks", "promoted", (4096, 6144, 4096))]),
-    "quantize": (QUANTIZE, [(64, 1024, 512)], 1),
+    "quantize": (QUANTIZE, [("fast", 64, 1024, 512), ("promoted", 64, 1024, 512)], 1),
     "batched": (BATCHED, [*product(("small", "large"), BATCHED.EPILOGUES)]),
     **{f"grouped {form}": (GROUPED, GROUPS, form) for form in ("rows", "wgrad", "fp8", "promoted")},
 }

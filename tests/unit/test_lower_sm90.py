@@ -508,8 +508,16 @@ def quantised_alone(acc):
 def test_warps_that_quantise_wait_for_no_others(epilogue, a, tile, schedule, by_warps):
     config = co.Sm90Config(co.ThreadblockShape(*tile), schedule=schedule)
     source = co.source(co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d="e4m3.row", epilogue=epilogue, config=config))
-    assert ("cutlass_ops::QuantizedByWarps>" in source) == by_warps
+    assert ("cutlass_ops::QuantizedByWarps<128>>" in source) == by_warps
     assert ("cutlass_ops::Quantized>" in source) != by_warps
     if epilogue is quantised_gate:  # each of two warpgroups has its own copy
         copies = ", 2" if schedule == "cooperative" else ""
         assert f"cutlass_ops::RowInput<OutputShape, EpilogueTile, Element_by{copies}>" in source
+
+
+@pytest.mark.parametrize(("rows", "schedule"), [(192, "pingpong"), (128, "cooperative")])
+def test_two_thread_blocks_share_scales_where_each_has_half_of_their_columns(rows, schedule):
+    config = co.Sm90Config(co.ThreadblockShape(rows, 128, 128), co.ClusterShape(1, 2), schedule=schedule)
+    spec = co.KernelSpec(a="e4m3.row", b="e4m3.col", d="e4m3.row", epilogue=quantised_gate, config=config)
+    assert "cutlass_ops::QuantizedByTwo>" in co.source(spec)
+    assert footprint.epilogue_stages(spec)[1] == 2  # of 32 columns
