@@ -17,7 +17,7 @@ from cutlass_ops.kinds import arithmetic
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 
 # Clocks of the longest epilogues that the tables' times stand for (arithmetic.py).
-_USUAL_CLOCKS = 24.0
+_SHORT_CLOCKS = 24.0
 
 Extent = Literal["m", "n", "k"]
 _Extents = TypeVar("_Extents", Problem, Extents)
@@ -91,7 +91,7 @@ class Traits:
             ragged_k=signature.form == RAGGED_K,
             along_k=mma is not None and mma.wgmma_k_major_only,
             copied=copied(signature.a, signature.b),
-            clocks=max(0.0, arithmetic.clocks(signature.epilogue) - _USUAL_CLOCKS),
+            clocks=max(0.0, arithmetic.clocks(signature.epilogue) - _SHORT_CLOCKS),
         )
 
     @property

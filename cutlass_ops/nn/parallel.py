@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.run import traced
+from cutlass_ops.run import casting
 from cutlass_ops.run.ops import gemm
 
 
@@ -19,7 +19,7 @@ def sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype | None:
     """Return the dtype of a layer's result plus a residual, as PyTorch promotes them; None for the layer's own."""
     if residual is None:
         return None
-    own = traced.autocast_dtype(x) or x.dtype
+    own = casting.autocast_dtype(x) or x.dtype
     found = torch.promote_types(own, residual.dtype)
     return None if found == own else found
 

@@ -24,9 +24,9 @@ from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, reference, traced
+from cutlass_ops.run import batches, reference, watching
+from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
-from cutlass_ops.run.traced import Portable
 
 Values = dict[str, Any]
 
@@ -139,10 +139,10 @@ class Forward(NamedTuple):
 
         What the op returned is the caller's, and a graph that is retained has another backward.
         """
-        if self.hooked or torch._C._autograd._get_current_graph_task_keep_graph() or traced.is_watched():
+        if self.hooked or torch._C._autograd._get_current_graph_task_keep_graph() or watching.is_watched():
             return frozenset()
         returned = {o.name for o in self.called.graph.outputs}
-        own = [x for name, x in kept.items() if name not in returned and not traced.is_special(x)]
+        own = [x for name, x in kept.items() if name not in returned and not watching.is_special(x)]
         return frozenset(x.data_ptr() for x in own)
 
 
@@ -455,7 +455,7 @@ class Step:
         """Let A go if its gradient reads only its shape: between layers, nothing else may hold it."""
         if any(gathered_leaf(name) in leaves for name in GATHERED):
             return
-        if not traced.is_watched() and not traced.is_special(self.a):
+        if not watching.is_watched() and not watching.is_special(self.a):
             a = self.a
             self.a = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
 

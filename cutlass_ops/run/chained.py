@@ -17,10 +17,10 @@ from torch import Tensor
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import traced
+from cutlass_ops.run import casting, portable, traced, watching
 from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
+from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
-from cutlass_ops.run.traced import Portable
 
 
 def chain(
@@ -54,18 +54,18 @@ def chain(
         D of the second op.
     """
     of_first, of_second = _traced(first), _traced(second)
-    dtype = traced.autocast_dtype(a)
-    a, b1, b2 = (traced.autocast_to(dtype, x) for x in (a, b1, b2))
+    dtype = casting.autocast_dtype(a)
+    a, b1, b2 = (casting.autocast_to(dtype, x) for x in (a, b1, b2))
     inputs1 = [
-        traced.autocast_to(dtype, x) if name in of_first.products else x
+        casting.autocast_to(dtype, x) if name in of_first.products else x
         for name, x in zip(of_first.names, inputs1, strict=True)
     ]
     every = (a, b1, b2, *inputs1, *inputs2)
     if not torch.compiler.is_dynamo_compiling():
         for name, x in zip(("a", "b1", "b2", *of_first.names, *of_second.names), every, strict=True):
-            traced.refuse_others(name, x)
+            watching.refuse_others(name, x)
     batches = b1.ndim > 2 or b2.ndim > 2
-    if batches or not traced.is_differentiated(*every) or traced.is_recomputing():
+    if batches or not watching.is_differentiated(*every) or traced.is_recomputing():
         return cast("Tensor", second(first(a, b1, *inputs1), b2, *inputs2, out_dtype=out_dtype))
     arguments = of_first.op, of_second.op, a, b1, b2, list(inputs1), list(inputs2), out_dtype
     return cast("Tensor", torch.ops.cutlass_ops.fused_chain_grad(*arguments))
@@ -90,7 +90,7 @@ def shapes(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # typ
 def record(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
     """Return the results, with what their backward needs if there are gradients."""
     inputs1, inputs2 = list(inputs1 or ()), list(inputs2 or ())
-    ops = traced.find(first), traced.find(second)
+    ops = portable.find(first), portable.find(second)
     names = [i.name for op in ops for i in op.graph.inputs]
     for name, x in zip(("a", "b1", "b2", *names), (a, b1, b2, *inputs1, *inputs2), strict=True):
         require_tensor(name, x)
@@ -148,7 +148,7 @@ class _Chained(torch.autograd.Function):
         first, second = pair.first.called.graph, pair.second.called.graph
         count = len(first.inputs)
         values = _named(first, inputs[:count]), _named(second, inputs[count:])
-        with traced.without_autocast(a.device):
+        with casting.without_autocast(a.device):
             (between,), kept = pair.first.run(a, b1, values[0], None)
             (d,), _ = pair.second.run(between, b2, values[1], out_dtype)
         ctx.pair, ctx.count, ctx.out_dtype = pair, count, out_dtype
@@ -172,7 +172,7 @@ class _Chained(torch.autograd.Function):
             _named(pair.first.called.graph, inputs[:count]),
             _named(pair.second.called.graph, inputs[count:]),
         )
-        with traced.without_autocast(a.device):
+        with casting.without_autocast(a.device):
             grad = grad.contiguous()
             needs_a, needs_b1, needs_b2 = ctx.needs_input_grad[2:5]
             after = Step(pair.second.called, between, b2, second)

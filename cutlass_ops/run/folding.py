@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import READ, bf16, f16
-from cutlass_ops.run import fp8, matrices, reference, traced
+from cutlass_ops.run import fp8, matrices, reference, watching
 from cutlass_ops.run.tensors import element_type, require_tensor
 
 # Columns converted to FP64 at a time, to save memory.
@@ -52,11 +52,11 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
         # Called for each norm of a model: the checks would take several times as long as PyTorch's own part.
         column = gamma.unsqueeze(1)
         return torch.mul(w, column, out=w.new_empty_strided(w.shape, strides)) if strides else torch.mul(w, column)
-    if traced.is_differentiated(w, gamma):
+    if watching.is_differentiated(w, gamma):
         # The same values by operations that autograd knows.
         _check(name, w, "gamma", gamma)
         return (w * gamma[:, None]).to(w.dtype)
-    if traced.goes_by_operator(w=w, gamma=gamma):
+    if watching.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
     found = fold_checked(w, gamma, name)
     if layout is not None:
@@ -70,9 +70,9 @@ def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
     """Return what decides whether arguments fit; None for those that more decides about, or while PyTorch traces."""
     if torch.compiler.is_dynamo_compiling() or type(w) not in _PLAIN or type(gamma) not in _PLAIN:
         return None
-    if (w.requires_grad or gamma.requires_grad) and traced.is_differentiated(w, gamma):
+    if (w.requires_grad or gamma.requires_grad) and watching.is_differentiated(w, gamma):
         return None
-    if traced.is_watched() or forward_ad._current_level >= 0:
+    if watching.is_watched() or forward_ad._current_level >= 0:
         return None
     try:
         return w.shape, w.stride(), w.dtype, w.device, gamma.shape, gamma.stride(), gamma.dtype, gamma.device
@@ -192,9 +192,9 @@ def column_sums(matrix: Tensor) -> Tensor:
     TypeError, ValueError
         If `matrix` is not a tensor of two dimensions.
     """
-    if traced.is_differentiated(matrix):
+    if watching.is_differentiated(matrix):
         return column_sums_checked(matrix)
-    if traced.goes_by_operator(w=matrix):
+    if watching.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
     return column_sums_checked(matrix)
 
@@ -215,9 +215,9 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         If an argument does not fit.
     """
-    if traced.is_differentiated(row, w):
+    if watching.is_differentiated(row, w):
         return row_times_checked(name, row, w)
-    if traced.goes_by_operator(row=row, w=w):
+    if watching.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
     return row_times_checked(name, row, w)
 

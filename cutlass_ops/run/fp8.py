@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base.dtypes import FP8
-from cutlass_ops.run import reference, traced
+from cutlass_ops.run import reference, watching
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, t.torch_name) for t in FP8)
 # Names of torch.nn.functional.ScalingType.
@@ -282,7 +282,7 @@ class Fp8State(torch.nn.Module):
         2.0
         """
         _require_floats("x", x)
-        if traced.is_differentiated(x):
+        if watching.is_differentiated(x):
             raise ValueError(
                 "x requires grad, and no gradient passes through FP8: call under torch.no_grad(), or pass x.detach()"
             )

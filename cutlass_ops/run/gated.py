@@ -192,7 +192,7 @@ def swiglu_op(
 
 
 def swiglu_again(name: str, plain: Any) -> Op:
-    """Return the op that a program names, by :func:`cutlass_ops.run.traced.find`."""
+    """Return the op that a program names, by :func:`cutlass_ops.run.portable.find`."""
     given = plain if plain is not None and "norm" in plain else {"norm": plain}
     norm, scales = given["norm"], given.get("scales")
     return swiglu_op(
@@ -246,6 +246,6 @@ def gated_op(activation: str, *, biased: bool = False) -> Op:
 
 
 def gated_again(name: str, plain: Any) -> Op:
-    """Return the op that a program names, by :func:`cutlass_ops.run.traced.find`."""
+    """Return the op that a program names, by :func:`cutlass_ops.run.portable.find`."""
     activation, biased = plain
     return gated_op(activation, biased=biased)

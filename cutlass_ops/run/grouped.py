@@ -25,7 +25,7 @@ class _OfGroups(Op):
     Attributes
     ----------
     how : str
-        What makes the op again: a key of ``traced.MAKERS``.
+        What makes the op again: a key of ``portable.MAKERS``.
     no_gradient : str
         Why there is no op of a gradient, and what to do.
     """
@@ -43,7 +43,7 @@ class _OfGroups(Op):
 
     @classmethod
     def again(cls, name: str, plain: Any) -> _OfGroups:
-        """Make an op again from what it registers: see ``traced.MAKERS``."""
+        """Make an op again from what it registers: see ``portable.MAKERS``."""
         return cls(Epilogue.of(name, "", Graph.from_json(plain)))
 
     def checked_call(

@@ -20,7 +20,7 @@ from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Kind, Node
 from cutlass_ops.run.backward import Step, Values
-from cutlass_ops.run.traced import Portable
+from cutlass_ops.run.portable import Portable
 
 # Columns of ones by which rows are added up: a line of 16 bytes.
 _ONES = 8

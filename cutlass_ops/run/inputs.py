@@ -13,7 +13,7 @@ from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
-from cutlass_ops.run import batches, traced
+from cutlass_ops.run import batches, scalars, watching
 from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
 
 # Inputs that may come in other shapes than a kernel takes.
@@ -62,13 +62,13 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
             _refuse_rounded(declared.name, a)
             require_same_device(declared.name, found, a)
             return found
-        return traced.number(declared.name, found)
+        return scalars.number(declared.name, found)
     if declared.kind is Kind.INTEGER:
         whole = _integer_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(whole, Tensor):
             require_same_device(declared.name, whole, a)
             return whole
-        return traced.integer(declared.name, whole)
+        return scalars.integer(declared.name, whole)
     require_tensor(declared.name, value)
     if declared.kind in BLOCKS:
         return check_blocks(declared, value, a, b)
@@ -90,11 +90,11 @@ def scalar(name: str, value: Any) -> Any:
     ValueError
         If it is beyond the range of a double, or a tensor of several elements.
     """
-    if isinstance(value, (torch.SymInt, torch.SymFloat)) or traced.is_special(value):
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) or watching.is_special(value):
         return value
     if not isinstance(value, Tensor):
-        return traced.number(name, value)
-    return value if traced.is_watched() else _scalar_tensor(name, value)
+        return scalars.number(name, value)
+    return value if watching.is_watched() else _scalar_tensor(name, value)
 
 
 def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
@@ -131,11 +131,11 @@ def integer(name: str, value: Any) -> Any:
     ValueError
         If it has more bits, or is a tensor of several elements.
     """
-    if isinstance(value, torch.SymInt) or traced.is_special(value):
+    if isinstance(value, torch.SymInt) or watching.is_special(value):
         return value
     if not isinstance(value, Tensor):
-        return traced.integer(name, value)
-    return value if traced.is_watched() else _integer_tensor(name, value)
+        return scalars.integer(name, value)
+    return value if watching.is_watched() else _integer_tensor(name, value)
 
 
 def _integer_tensor(name: str, value: Tensor) -> Tensor | int:

@@ -13,7 +13,7 @@ from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.base.mma import math_of
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import groups, traced
+from cutlass_ops.run import groups, portable, traced
 from cutlass_ops.run.call import Call, check_call
 from cutlass_ops.run.plan import make_plan
 from cutlass_ops.run.registry import Registry
@@ -46,7 +46,7 @@ class Kernel(Warm):
         self.spec = spec
         self.loaded = loaded
         name = f"kernel_{spec.slug}"
-        self.about = traced.register(name, spec.epilogue, self, traced.EXACT, spec.to_json(), spec.form)
+        self.about = portable.register(name, spec.epilogue, self, portable.EXACT, spec.to_json(), spec.form)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -169,5 +169,5 @@ def build(spec: KernelSpec) -> Kernel:
 
 
 def kernel_again(name: str, plain: Any) -> Kernel:
-    """Return the kernel that a program names, by :func:`cutlass_ops.run.traced.find`."""
+    """Return the kernel that a program names, by :func:`cutlass_ops.run.portable.find`."""
     return build(KernelSpec.from_json(plain))

@@ -20,7 +20,7 @@ from cutlass_ops.base import env
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import call as calls
-from cutlass_ops.run import traced
+from cutlass_ops.run import watching
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.plan import Plan, in_range
 from cutlass_ops.run.results import Outputs
@@ -235,7 +235,7 @@ def require_untraced(name: str) -> None:
     NotImplementedError
         If PyTorch traces, or a mode or a transform is active.
     """
-    if _is_traced() or traced.is_watched():
+    if _is_traced() or watching.is_watched():
         _refuse_tracing(name)
 
 

@@ -49,7 +49,7 @@ for _named in NAMED:
 
 
 def op_again(name: str, plain: Any) -> Op:
-    """Return the op that a program names, by :func:`cutlass_ops.run.traced.find`: the named one, if it is that."""
+    """Return the op that a program names, by :func:`cutlass_ops.run.portable.find`: the named one, if it is that."""
     graph = Graph.from_json(plain)
     named = (op for op in NAMED if op.name == name and op.graph == graph)
     return next(named, None) or graph_op(name, graph)

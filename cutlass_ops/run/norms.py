@@ -15,7 +15,7 @@ from torch import Tensor
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.epilogue import Epilogue, Graph, composed
-from cutlass_ops.run import fp8, scaled, traced, weights
+from cutlass_ops.run import casting, fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import (
@@ -201,8 +201,8 @@ def _prepare_residual(
     require_tensor("a", a)
     _check_math("gemm_residual_rms", math)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
-    dtype = traced.autocast_dtype(a)
-    a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
+    dtype = casting.autocast_dtype(a)
+    a, matrix = casting.autocast_to(dtype, a), casting.autocast_to(dtype, matrix)
     scales = scaled.scales_of(a, matrix, scale_a, scale_b)
     _check_y(out, a)
     inputs["residual"] = residual

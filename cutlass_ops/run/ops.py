@@ -20,7 +20,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Node, Output
-from cutlass_ops.run import described, operators, traced  # noqa: F401 - the second registers operators
+from cutlass_ops.run import described, operators, portable, traced  # noqa: F401 - the second registers operators
 from cutlass_ops.run.call import Call, check_call
 from cutlass_ops.run.plan import Plan, make_plan
 from cutlass_ops.run.registry import Registry
@@ -65,8 +65,8 @@ class Op(Warm):
     instead : Instead, optional
         Fallback for calls that no single kernel serves.
     made_by : pair of str and plain value, optional
-        What makes this op again in another process, a key of ``traced.MAKERS``, and its argument. The default rebuilds
-        an op from its epilogue.
+        What makes this op again in another process, a key of ``portable.MAKERS``, and its argument. The default
+        rebuilds an op from its epilogue.
     math : str, optional
         What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up. The default takes no FP32
         operands, and chooses the latter by K.
@@ -95,7 +95,7 @@ class Op(Warm):
         how, plain = made_by or ("epilogue", self.graph.to_json())
         if math is not None:
             how, plain = "math", {"math": math, how: plain}
-        self.about = traced.register(name, self.graph, self, how, plain, self.form)
+        self.about = portable.register(name, self.graph, self, how, plain, self.form)
         self.__signature__ = described.signature(self.names)
 
     def __repr__(self) -> str:
@@ -394,11 +394,11 @@ def op_in_math(op: str, math: Math) -> Op:
             f"math is {math!r}: use {' or '.join(map(repr, MATHS))} for torch.float32 operands, "
             f"{' or '.join(map(repr, ACCUMULATIONS))} for FP8"
         )
-    found = traced.find(op)
+    found = portable.find(op)
     assert isinstance(found, Op)
     if found.math is not None:
         raise TypeError(f"math is {math!r}, and {found.name} has math {found.math!r}: omit math")
-    return found.made_in_math(math, traced.maker_of(op))
+    return found.made_in_math(math, portable.maker_of(op))
 
 
 def _instead_in_math(instead: Instead, math: Math) -> Instead:
@@ -411,9 +411,9 @@ def _instead_in_math(instead: Instead, math: Math) -> Instead:
 
 
 def in_math_again(name: str, plain: Any) -> Op:
-    """Make an op again that multiplies FP32 operands in some type: see ``traced.MAKERS``."""
+    """Make an op again that multiplies FP32 operands in some type: see ``portable.MAKERS``."""
     math = plain["math"]
-    return op_in_math(traced.named(name, {how: of for how, of in plain.items() if how != "math"}), math)
+    return op_in_math(portable.named(name, {how: of for how, of in plain.items() if how != "math"}), math)
 
 
 def op_of(epilogue: Epilogue | None) -> Op:

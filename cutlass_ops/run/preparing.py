@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass_ops.run import launch, traced
+from cutlass_ops.run import launch, watching
 from cutlass_ops.run.kernels import Kernel
 from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.ops import Op
@@ -49,7 +49,7 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     """
     request = requested(op, *arguments, **named)
     specs = list(request.op.specs_of(*request.arguments, **request.named))
-    if specs and traced.is_differentiated(*request.arguments, *request.named.values()):
+    if specs and watching.is_differentiated(*request.arguments, *request.named.values()):
         from cutlass_ops.run import recorded  # late, as gradients are
 
         # The first of these calls are the forward's, which may store more than a call without gradients.

@@ -22,7 +22,7 @@ from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.nodes import D_SCALE
 from cutlass_ops.epilogue.values import TRACER
-from cutlass_ops.run import matrices, reference, traced
+from cutlass_ops.run import matrices, reference, watching
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.outputs import check_scales
 from cutlass_ops.run.registry import Registry
@@ -89,7 +89,7 @@ def quantize(
     if block is not None and (type(block) is not int or block != BLOCK_K):
         raise ValueError(f"block is {block!r}: use {BLOCK_K}, or None for a scale of each row")
     given = _given(out)
-    if traced.goes_by_operator(x=x, **{name: each for name, each in given.items() if each is not None}):
+    if watching.goes_by_operator(x=x, **{name: each for name, each in given.items() if each is not None}):
         return _by_operator(x, element.name, block, given)
     return Outputs(_NAMES, _quantize(x, element, block, given))
 
@@ -106,7 +106,7 @@ def _given(out: object) -> dict[str, Tensor | None]:
 
 
 def _by_operator(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tensor | None]) -> Outputs:
-    if traced.is_differentiated(x):
+    if watching.is_differentiated(x):
         raise ValueError(_NO_GRADIENT)
     if all(each is None for each in given.values()):
         return Outputs(_NAMES, torch.ops.cutlass_ops.quantize(x, dtype, block))
@@ -167,7 +167,7 @@ def _quantize(
 
 def _check(x: Tensor) -> None:
     require_tensor("x", x)
-    if traced.is_differentiated(x):
+    if watching.is_differentiated(x):
         raise ValueError(_NO_GRADIENT)
     element_type("x", x, READ)
     if x.ndim < 1:

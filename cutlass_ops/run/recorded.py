@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import grouped_backward, traced
+from cutlass_ops.run import casting, grouped_backward, portable, traced, watching
 from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, saved_of, step_of, wanted
+from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
-from cutlass_ops.run.traced import Portable
 
 
 def plain(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
@@ -35,9 +35,9 @@ def shapes(*arguments) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN002
 def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
     """Return the results, with what their backward needs if there are gradients."""
     tensors = list(tensors or ())
-    if not traced.is_differentiated(a, b, *tensors):
+    if not watching.is_differentiated(a, b, *tensors):
         return plain(op, a, b, tensors, numbers, places, out_dtype)
-    called = traced.find(op)
+    called = portable.find(op)
     if called.graph.quantized is not None:
         raise ValueError(
             "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
@@ -76,7 +76,7 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
         raise ValueError(f"the output {copies[0]} is in FP8, and no gradient passes through it: {outside}")
     for name in ("a", "b"):
         if given[name].dtype.itemsize == 1:
-            wrt = next(n for n, x in given.items() if traced.is_differentiated(x))
+            wrt = next(n for n, x in given.items() if watching.is_differentiated(x))
             raise ValueError(
                 f"{wrt} requires grad and {name} is {given[name].dtype}, and products in 8 bits have no gradients. "
                 f"{outside[0].upper()}{outside[1:]}, or pass {wrt}.detach()"
@@ -106,7 +106,7 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx, call, a, b, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
         ctx.call, ctx.wrt = call, wanted(call.names, tensors)
         ctx.forward = Forward.of(call.called, ctx.wrt, a.dtype, store=not call.recompute)
-        with traced.without_autocast(a.device):
+        with casting.without_autocast(a.device):
             results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
         weights = {
             "b": b,
@@ -134,7 +134,7 @@ class _Recorded(torch.autograd.Function):
         if not of:
             return (None,) * (3 + count)
         found = ctx.forward.vjp(ctx.wrt, of, kept)
-        with traced.without_autocast(a.device):
+        with casting.without_autocast(a.device):
             of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
             step = of_call(call.called, a, b, call.values(tensors))
             del a  # the step has it, and lets it go
@@ -207,5 +207,5 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.cutlass_ops.fused_gemm.default:
             op, a, b, tensors, numbers, places, *rest = args
             inputs = traced.inputs_of(tensors, numbers, places)
-            self.calls.append(PlainCall(traced.find(op), a, b, inputs, rest[0] if rest else None))
+            self.calls.append(PlainCall(portable.find(op), a, b, inputs, rest[0] if rest else None))
         return function(*args, **(kwargs or {}))

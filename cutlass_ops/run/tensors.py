@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base.dtypes import HELD, READ, DType
-from cutlass_ops.run import batches, traced
+from cutlass_ops.run import batches, watching
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in HELD}
 
@@ -64,7 +64,7 @@ def refuse_differentiated(name: str, value: Any) -> None:
     ValueError
         If it is one. The message says what to do.
     """
-    if traced.is_differentiated(value):
+    if watching.is_differentiated(value):
         raise ValueError(
             f"{name} requires grad, and this has no backward: call under torch.no_grad(), or pass {name}.detach()"
         )

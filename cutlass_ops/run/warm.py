@@ -20,7 +20,7 @@ from cutlass_ops.base.mma import Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import traced
+from cutlass_ops.run import casting, portable, traced, watching
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.inputs import integer, scalar
 from cutlass_ops.run.plan import AnyPlan, Given, Plan
@@ -47,7 +47,7 @@ _PLANS_A_SHAPE = 8
 _ALL: weakref.WeakSet[Warm] = weakref.WeakSet()
 
 
-class Warm(traced.Portable):
+class Warm(portable.Portable):
     """Base of ops and exact kernels: remembers how a call was served and serves like calls the same way.
 
     Parameters
@@ -124,10 +124,10 @@ class Warm(traced.Portable):
                 inputs = self.numbers(inputs)
                 break
         if _autocast_enabled() and self._autocasts:
-            a, b, inputs = traced.autocast(a, b, inputs, self.names, self.graph.products)
-        # traced.is_watched(), inlined for speed.
+            a, b, inputs = casting.autocast(a, b, inputs, self.names, self.graph.products)
+        # watching.is_watched(), inlined for speed.
         watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
-        if not watched and not (_function_modes() and traced.is_watched()):
+        if not watched and not (_function_modes() and watching.is_watched()):
             results = self._run_warm(a, b, inputs, out, out_dtype)
             if results is not None:
                 return results
@@ -181,7 +181,7 @@ class Warm(traced.Portable):
         TypeError
             If one is missing, unknown or given twice.
         """
-        return traced.bind(self.name, self.names, inputs, named)
+        return portable.bind(self.name, self.names, inputs, named)
 
     def wrap(self, call: Call) -> Any:
         """Return a call's results to the caller: D, or a named tuple with D first."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.run import folding, fp8, traced
+from cutlass_ops.run import casting, folding, fp8
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
 from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
 
@@ -146,8 +146,8 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
         )
     if gamma is None:
         return w
-    dtype = traced.autocast_dtype(w)
-    return folding.fold(w if dtype is None else traced.autocast_to(dtype, w), gamma, name)
+    dtype = casting.autocast_dtype(w)
+    return folding.fold(w if dtype is None else casting.autocast_to(dtype, w), gamma, name)
 
 
 def weight_scale(w: Tensor | PreparedWeight, given: Tensor | float | None, name: str) -> Tensor | float | None:
@@ -186,7 +186,7 @@ def fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Prep
     TypeError, ValueError
         If an argument does not fit.
     """
-    w = traced.autocast_to(traced.autocast_dtype(w), w)
+    w = casting.autocast_to(casting.autocast_dtype(w), w)
     matrix = w if gamma is None else folding.fold(w, gamma)
     shift = None if beta is None else folding.row_times("beta", beta, w)
     # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.

@@ -16,7 +16,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import Col, Integer, Product, Row, Scalar, Tile, builtin, composed, epilogue, functions
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import backward, traced
+from cutlass_ops.run import backward, portable, traced
 from cutlass_ops.run.reference import gemm_reference
 from tests.layers import LAYERS, tuple_of
 from tests.sampling import sampled
@@ -26,12 +26,12 @@ F64, BF16 = torch.float64, torch.bfloat16
 M, N, K = 5, 4, 3
 
 
-class InFp64(traced.Portable):
+class InFp64(portable.Portable):
     """An op that computes in FP64 by the reference: PyTorch's operators find it by its string, as any other."""
 
     def __init__(self, graph):
         self.graph = graph
-        self.about = traced.register("in_fp64", graph, self, "in_fp64", graph.to_json())
+        self.about = portable.register("in_fp64", graph, self, "in_fp64", graph.to_json())
 
     def __call__(self, a, b, *inputs, out_dtype=None):
         return traced.Traced(self.about)(a, b, *inputs, out_dtype=out_dtype)
@@ -57,7 +57,7 @@ def _again(name, plain):
     return InFp64(Graph.from_json(plain))
 
 
-traced.MAKERS["in_fp64"] = (__name__, "_again")
+portable.MAKERS["in_fp64"] = (__name__, "_again")
 
 
 @epilogue

@@ -10,7 +10,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import signature_from_json, signature_to_json
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import traced
+from cutlass_ops.run import portable
 from cutlass_ops.run.call import accumulation, call_at, check_call, signature_of
 from cutlass_ops.run.grouped import wgrad_op
 from cutlass_ops.run.requests import requested
@@ -114,7 +114,7 @@ def test_groups_take_names_too():
         assert torch.equal(compiled(X, w.mT), wanted)
         op = requested(co.grouped_gemm, X, w.mT, offsets, math=math).op
         assert op.math == math
-        assert traced.find(op.about.split(";", 4)[4]).math == math
+        assert portable.find(op.about.split(";", 4)[4]).math == math
     x, counts = X.view(2, 4, -1), torch.tensor([4, 4], dtype=torch.int32)
     found = co.grouped_gemm_masked(x, w.mT, counts, expected_rows=3, math="promoted")
     assert torch.equal(found, co.grouped_gemm_masked(x, w.mT, counts))

@@ -15,7 +15,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import fp8, gated, norms, ops, reference, traced
+from cutlass_ops.run import fp8, gated, norms, ops, portable, reference
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.run.requests import requested
 from cutlass_ops.tools.explaining import explain_call
@@ -515,8 +515,8 @@ def test_a_compiled_layer_gives_the_same():
 def test_a_saved_op_is_made_again():
     op = gated.swiglu_op(composed.rms_norm_of_sums, (False, True, True), "tensor", True)
     assert pickle.loads(pickle.dumps(op)) is op
-    traced._LIVE.pop(op.about.split(";", 4)[4])
-    again = traced._made.__wrapped__(op.about.split(";", 4)[4])
+    portable._LIVE.pop(op.about.split(";", 4)[4])
+    again = portable._made.__wrapped__(op.about.split(";", 4)[4])
     assert again.graph == op.graph
     assert again.outputs == ("d", "amax")
     plain = gated.swiglu_op(None)

@@ -12,7 +12,7 @@ from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.epilogue import Col, Product, Row, Scalar, Tile, builtin, composed, epilogue, functions
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import recorded, traced
+from cutlass_ops.run import portable, recorded, traced
 from cutlass_ops.run.grouped import grouped_op
 from cutlass_ops.run.reference import gemm_reference
 
@@ -55,12 +55,12 @@ def rows_of(offsets):
 # ---- FP64 ------------------------------------------------------------------------------------------------------------
 
 
-class InFp64(traced.Portable):
+class InFp64(portable.Portable):
     """An op with groups that computes in FP64 by the reference, and leaves NaN in rows of no group."""
 
     def __init__(self, form, graph):
         self.form, self.graph = form, graph
-        self.about = traced.register("in_fp64", graph, self, f"{form}_in_fp64", graph.to_json(), form)
+        self.about = portable.register("in_fp64", graph, self, f"{form}_in_fp64", graph.to_json(), form)
 
     def __call__(self, a, b, *inputs, out_dtype=None):
         return traced.Traced(self.about)(a, b, *inputs, out_dtype=out_dtype)
@@ -102,8 +102,8 @@ def _ragged_again(name, plain):
     return InFp64(RAGGED_K, Graph.from_json(plain))
 
 
-traced.MAKERS["grouped_in_fp64"] = (__name__, "_grouped_again")
-traced.MAKERS["ragged_k_in_fp64"] = (__name__, "_ragged_again")
+portable.MAKERS["grouped_in_fp64"] = (__name__, "_grouped_again")
+portable.MAKERS["ragged_k_in_fp64"] = (__name__, "_ragged_again")
 
 EPILOGUES = {
     "plain": builtin.identity,

@@ -23,7 +23,7 @@ from cutlass_ops.run import requests
 from cutlass_ops.run.call import check_call, signature_of
 from cutlass_ops.run.grouped import MaskedOp, masked_op
 from cutlass_ops.run.grouped_scaled import scaled_masked_op
-from cutlass_ops.run.traced import find
+from cutlass_ops.run.portable import find
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 

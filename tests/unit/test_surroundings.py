@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
-from cutlass_ops.run import call, gated, kernels, norms, ops, plan, traced
+from cutlass_ops.run import call, gated, kernels, norms, ops, plan, portable
 from cutlass_ops.run.results import Outputs
 from cutlass_ops.run.tensors import require_memory
 from tests.sampling import sampled
@@ -428,7 +428,7 @@ def test_an_op_goes_through_pickle(op):
     again = pickle.loads(pickle.dumps(op))
     assert (again.name, again.graph, again.about) == (op.name, op.graph, op.about)
     # And where this process has never seen it.
-    made = traced._made.__wrapped__(op.about.split(";", 4)[4])
+    made = portable._made.__wrapped__(op.about.split(";", 4)[4])
     assert (made.name, made.graph, made.about) == (op.name, op.graph, op.about)
     assert (made._instead is None) == (op._instead is None)
 
@@ -633,7 +633,7 @@ def test_a_saved_program_runs_in_a_process_that_has_only_imported_the_library(tm
 def test_a_program_of_another_version_is_refused_in_words():
     for op in ("gemm", "gemm [1]", 'gemm {"other": 1}', "gemm {", 'gemm {"epilogue": 1, "kernel": 2}'):
         with pytest.raises(co.ConfigError, match=r"export it again|an epilogue graph is"):
-            traced.find(op)
+            portable.find(op)
 
 
 def test_epilogues_are_not_kept_for_ever():
@@ -652,5 +652,5 @@ def test_epilogues_are_not_kept_for_ever():
     gc.collect()
     assert sum(reference() is not None for reference, _ in alive) == 0
     # What a compiled program holds is enough all the same.
-    made = traced.find(alive[7][1].split(";", 4)[4])
+    made = portable.find(alive[7][1].split(";", 4)[4])
     assert torch.equal(made(X, W), co.gemm(X, W, epilogue=made.epilogue))

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import folding, kernels, ops, traced
+from cutlass_ops.run import folding, kernels, ops, portable
 from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
@@ -137,7 +137,7 @@ def test_names_in_graphs_say_what_is_computed_and_nothing_of_the_process():
     assert again.about == co.gemm_bias_relu.about
     assert other.about != again.about
     name = again.about.split(";", 4)[4]
-    assert traced.find(name) is co.gemm_bias_relu
+    assert portable.find(name) is co.gemm_bias_relu
 
 
 def test_a_kernel_gives_what_its_declaration_says():
@@ -149,7 +149,7 @@ def test_a_kernel_gives_what_its_declaration_says():
     d, pre, square = kernel.results_of(X.to("meta"), W.t().to("meta"), [BIAS.to("meta"), 0.5])
     assert [t.dtype for t in (d, pre, square)] == [torch.float32, BF16, torch.float32]
     assert (d.shape, d.stride(), pre.stride(), square.shape) == ((M, N), (1, M), (N, 1), (M,))
-    assert traced.find(kernel.about.split(";", 4)[4]) is kernel
+    assert portable.find(kernel.about.split(";", 4)[4]) is kernel
 
 
 def test_every_operator_passes_pytorchs_own_checks():

@@ -26,7 +26,7 @@ from cutlass_ops.epilogue.operations import OPS, to_fp32
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.cpp import DOUBLES
 from cutlass_ops.kinds.sm80 import model
-from cutlass_ops.run import plan, reference, requests
+from cutlass_ops.run import plan, portable, reference, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.ship.shipping import Kernels, _calls
 from cutlass_ops.tools.explaining import explain_call
@@ -136,10 +136,9 @@ def test_an_op_in_tf32_is_one_and_travels():
     assert requests.requested(co.gemm, A, W.t(), epilogue=relu_bias, bias=BIAS, math="tf32").op.math == "tf32"
     assert requests.requested(co.gemm_bias_relu, A, W.t(), BIAS, math="tf32").op is op
     # In a process that has never seen it.
-    from cutlass_ops.run import traced
 
     text = op.about.split(";", 4)[4]
-    again = traced._made(text)
+    again = portable._made(text)
     assert (again.math, again.graph, again.about) == ("tf32", op.graph, op.about)
 
 

@@ -1,0 +1,111 @@
+"""Who watches a call, and which arguments only PyTorch's dispatcher can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_jit_tracer = torch._C._get_tracing_state
+_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
+def is_watched() -> bool:
+    """Whether a mode, a tracer, or a transform such as vmap watches this thread's operators."""
+    if _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None:
+        return True
+    # Tracing before dispatch has its own modes, and always a function mode as well.
+    return bool(_function_modes()) and _before_dispatch() > 0
+
+
+def goes_by_operator(**tensors: Any) -> bool:
+    """Whether a function that is not an op must run as an operator for these arguments, as ops do (``traced.detour``).
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        If an operator cannot read an argument.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    values = tuple(tensors.values())
+    special = any(overrides(x) or needs_operator(x) for x in values)
+    if not is_watched() and not special and not only_shapes(values):
+        return False
+    for name, value in tensors.items():
+        refuse_others(name, value)
+    return True
+
+
+def is_special(value: Any) -> bool:
+    """Whether an argument is something other than the values in its memory."""
+    if not isinstance(value, Tensor):
+        return overrides(value)
+    differentiated = value.requires_grad and torch.is_grad_enabled()
+    return differentiated or overrides(value) or needs_operator(value) or value.device.type == "meta"
+
+
+def is_differentiated(*values: Any) -> bool:
+    """Whether autograd records a call with these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def only_shapes(values: Sequence[Any]) -> bool:
+    """Whether all tensors are on "meta". If only some are, the call's checks report different devices."""
+    return all(_is_meta(x) for x in values if isinstance(x, Tensor))
+
+
+def overrides(value: Any) -> bool:
+    """Whether an argument's class overrides PyTorch's functions, as proxies of torch.fx do."""
+    # has_torch_function is true for every value while a function mode is active.
+    kind = type(value)
+    return (
+        kind not in (Tensor, Parameter)
+        and hasattr(kind, "__torch_function__")
+        and torch.overrides.has_torch_function((value,))
+    )
+
+
+def needs_operator(value: Any) -> bool:
+    """Whether only PyTorch's dispatcher can read a tensor."""
+    if not isinstance(value, Tensor):
+        return False
+    others = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return others or torch._is_functional_tensor(value)
+
+
+def refuse_others(name: str, value: Any) -> None:
+    """Refuse a tensor that no operator can read.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        With what to pass.
+    """
+    if not isinstance(value, Tensor):
+        return
+    if hasattr(type(value), "to_local"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, spread over several devices, and a kernel runs on one: pass "
+            f"{name}.to_local()"
+        )
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
+    if _transforms() is not None and torch._C._functorch.is_gradtrackingtensor(value):
+        raise NotImplementedError(NO_TRANSFORM)
+
+
+NO_TRANSFORM = (
+    "cutlass_ops does not support torch.func.grad, jvp or vmap: call it outside of the transformed function. Instead "
+    "of vmap, use leading dimensions of a, which are folded into M"
+)
