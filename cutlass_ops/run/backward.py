@@ -310,7 +310,8 @@ class Step:
             tile = tiles.get("acc" if node.op == "acc" else str(node.attr) if node.op == "input" else "")
             if output.reduce == "sum" and isinstance(tile, Tensor) and tile.ndim == 2:
                 # A tile that is there is added as it is, and not converted first.
-                sums[output.name] = tile.sum(1 if output.kind is Kind.COL else 0, dtype=self.wide)
+                of_columns = output.kind is Kind.COL
+                sums[output.name] = tile.sum(1, dtype=self.wide) if of_columns else sum_of_rows(tile, self.wide)
             elif output.name != "d" or node.op not in ("acc", "const"):
                 others.append(output)
         if not others:
@@ -476,6 +477,25 @@ class Step:
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
 
 
+# So many rows are added up at first: in blocks, PyTorch adds without scratch memory.
+_BLOCK = 128
+
+
+def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of each GEMM's rows: of (..., M, N), (..., N).
+
+    Added up at once, few columns of many rows cost PyTorch scratch memory four times as large as a BF16 tile
+    (benchmarks/NOTES.md, "A sum's scratch memory").
+    """
+    rows = tile.shape[-2]
+    whole = rows // _BLOCK * _BLOCK
+    if whole <= _BLOCK:
+        return tile.sum(-2, dtype=dtype)
+    blocks: Tensor = tile.narrow(-2, 0, whole).unflatten(-2, (-1, _BLOCK))  # type: ignore[no-untyped-call]
+    total = blocks.sum(-2, dtype=dtype).sum(-2)
+    return total if whole == rows else total + tile.narrow(-2, whole, rows - whole).sum(-2, dtype=dtype)
+
+
 # The extent of K of operands that nobody reads: they say what M and N are.
 _UNREAD_K = 8
 
@@ -522,8 +542,13 @@ class _BatchedStep(Step):
         return expression_of(expression.inputs, expression.nodes, outputs)
 
     def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        dims = {o.name: -1 if o.kind is Kind.COL else -2 for o in expression.outputs if o.reduce is not None}
-        return {name: x.sum(dims[name], dtype=self.wide) if name in dims else x for name, x in results.items()}
+        kinds = {o.name: o.kind for o in expression.outputs if o.reduce is not None}
+        sums = {
+            name: x.sum(-1, dtype=self.wide) if kinds[name] is Kind.COL else sum_of_rows(x, self.wide)
+            for name, x in results.items()
+            if name in kinds
+        }
+        return results | sums
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         kind = self.kinds[name]
@@ -576,7 +601,7 @@ class _BatchedStep(Step):
         sums = {o.name for o in expression.outputs if of_batches and o.kind is Kind.ROW}
         outputs = [o._replace(kind=Kind.TILE, reduce=None) if o.name in sums else o for o in expression.outputs]
         found = super()._elementwise(expression_of(inputs, expression.nodes, outputs), acc, values)
-        return {name: x.sum(-2, dtype=self.wide) if name in sums else x for name, x in found.items()}
+        return {name: sum_of_rows(x, self.wide) if name in sums else x for name, x in found.items()}
 
     def _by_batches(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         """Compute an expression by PyTorch that counts the rows of each batch from 0."""

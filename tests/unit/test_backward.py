@@ -406,6 +406,16 @@ def test_a_bias_keeps_its_own_gradient():
     assert (w.main_grad.sum(), bias.grad.sum(), bias.main_grad.sum()) == (192, 24, 0)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 128, 129, 256, 300, 1000])
+@pytest.mark.parametrize("stride", ["rows", "columns", "shared"])
+def test_a_sum_of_rows(rows, stride):
+    tile = torch.randn(rows, 24).to(BF16)
+    tile = {"rows": tile, "columns": tile.t().contiguous().t(), "shared": tile[:1].expand(rows, 24)}[stride]
+    found = backward.sum_of_rows(tile, torch.float32)
+    assert (found.dtype, found.shape) == (torch.float32, (24,))
+    torch.testing.assert_close(found.double(), tile.double().sum(0), rtol=0, atol=2**-22 * max(rows, 1))
+
+
 def test_a_main_grad_that_does_not_fit_is_refused():
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
     for wrong, message in (
