@@ -543,19 +543,24 @@ def reference() -> Table:
     return table
 
 
+def _e4m3(signature: OpSignature) -> Operand:
+    """Return A of the measured signatures, with products that are added up as a signature's are."""
+    return Operand.of("e4m3.row.promoted" if signature.promoted else "e4m3.row")
+
+
 def _scaled(signature: OpSignature) -> OpSignature:
     """Return the signature of FP8 products with scales of blocks, or of the tensors, added up in the same way."""
     scale, d = Operand.of("f32.row.align1"), Operand.of("bf16.row")
     if signature.epilogue.block_scales:
         a, b = Operand.of("e4m3.row.blocks1x128"), Operand.of("e4m3.col.blocks128x128")
         return OpSignature(composed.scaled_blocks.graph, a, b, d, (scale, scale), ())
-    a = Operand.of("e4m3.row.promoted" if signature.promoted else "e4m3.row")
+    a = _e4m3(signature)
     return OpSignature(composed.scaled.graph, a, a.transposed, d, (scale, scale), ())
 
 
 def _quantized_gate(signature: OpSignature) -> OpSignature:
     """Return the signature of SwiGLU that is quantised, of FP8 products added up in the same way."""
-    a, scale = Operand.of("e4m3.row.promoted" if signature.promoted else "e4m3.row"), Operand.of("f32.row.align1")
+    a, scale = _e4m3(signature), Operand.of("f32.row.align1")
     graph = composed.quantized_swiglu.graph
     inputs = tuple(a.transposed if i.kind is Kind.PRODUCT else scale for i in graph.inputs)
     return OpSignature(graph, a, a.transposed, Operand.of("e4m3.row"), inputs, (scale,))
