@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.scaled import scaled_op
 from tests.gpu import oracle
@@ -140,6 +141,34 @@ def test_two_blocks_share_a_multiprocessor(m, n_of_tile, k_of_tile, sums):
     found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
     wanted = (x.double() * scale_x.double()[:, None]) @ (w.double() * scale_w.double()[:, None]).t()
     assert_close(found, wanted)
+
+
+# What is added up while the next is multiplied follows from a tile's registers (mainloop.h).
+PROMOTED = {
+    "two pieces of columns": ((128, 128), {"schedule": "cooperative"}),
+    "two, not alike": ((128, 168), {"schedule": "cooperative"}),
+    "three pieces": ((128, 192), {"schedule": "cooperative"}),
+    "whole": ((128, 208), {"schedule": "cooperative"}),
+    "two instructions": ((256, 64), {"schedule": "cooperative"}),
+    "two, a step at a time": ((256, 96), {"schedule": "cooperative"}),
+    "pingpong, three instructions": ((192, 40), {}),
+    "swapped": ((128, 176), {"schedule": "cooperative", "swap_ab": True}),
+}
+
+
+@pytest.mark.parametrize(("tile", "config"), PROMOTED.values(), ids=PROMOTED)
+def test_promoted_sums_are_right_in_every_tile(tile, config):
+    made = co.Sm90Config(co.ThreadblockShape(*tile, 128), accumulation="promoted", **config)
+    run = co.build(
+        co.KernelSpec(a="e4m3.row.promoted", b="e4m3.col.promoted", d="f32.row", epilogue=builtin.identity, config=made)
+    )
+    # One step along K, an even and an odd number of steps, the last one not whole.
+    for m, n, k in ((77, 264, 128), (300, 1000, 256), (333, 520, 1040), (1030, 776, 7168)):
+        # Positive ones lose bits where the Tensor Cores add them up.
+        x, w = (torch.rand(rows, k, device="cuda").to(E4M3) for rows in (m, n))
+        found = run(x, w.t())
+        assert_close(found, x.double() @ w.double().t())
+        assert torch.equal(run(x, w.t()), found)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])

@@ -29,16 +29,36 @@ struct ScaledSide {
   static constexpr int kCount = kTile / kRun;
   static_assert(kTile % kPart == 0);
 
-  // A lane copies every 32nd entry of a tile. Rows beyond the matrix have the last one's scale, which nobody uses.
-  CUTLASS_DEVICE static void copy(StridedScales const& from, int tile, int step, float* to, int lane) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int at = 0; at < kCount; at += 32) {
-      if (at + lane >= kCount) break;
-      uint32_t const block = (uint32_t(tile) * kTile + uint32_t(at + lane) * kRun) / kBlock;
-      int64_t const row = block < uint32_t(from.last) ? block : uint32_t(from.last);
-      cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(from.data[row * from.stride + step * from.step_stride], to[at + lane]);
+  // What one lane copies of a tile's entries, every 32nd one: those of one step after the other. All that does not depend on the
+  // step is computed before, since a step's copies have to be begun in less time than its products take.
+  class Copies {
+   public:
+    // Rows beyond the matrix have the last one's scale, which nobody uses.
+    CUTLASS_DEVICE Copies(StridedScales const& from, int tile, int step, int lane) : lane_(lane), next_step_(from.step_stride) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        uint32_t const block = (uint32_t(tile) * kTile + uint32_t(i * 32 + lane) * kRun) / kBlock;
+        int64_t const row = block < uint32_t(from.last) ? block : uint32_t(from.last);
+        from_[i] = from.data + row * from.stride + step * from.step_stride;
+      }
     }
-  }
+
+    CUTLASS_DEVICE void step(float* to) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const at = i * 32 + lane_;
+        if (at < kCount) cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(*from_[i], to[at]);
+        from_[i] += next_step_;
+      }
+    }
+
+   private:
+    static constexpr int kEach = (kCount + 31) / 32;
+
+    float const* from_[kEach];
+    int lane_;
+    int64_t next_step_;
+  };
 };
 
 // What a rendered file asks for: how many rows of A, and columns of B, share a scale, and how the scales lie.
@@ -67,14 +87,23 @@ struct BlockScales {
       Strided rows, columns;
     };
 
-    // Called by all lanes of the producer's warp. The stage is full once these copies are there as well.
-    CUTLASS_DEVICE static void copy(Params const& params, int tile_m, int tile_n, int step, Storage& storage, int stage,
-                                    uint64_t const& barrier, int lane) {
-      float* const to = storage.values + stage * kOfStage;
-      Columns::copy(params.columns, tile_n, step, to, lane);
-      Rows::copy(params.rows, tile_m, step, to + Columns::kCount, lane);
-      cutlass::arch::cpasync_barrier_arrive_noinc(&barrier);
-    }
+    // What one lane of the producer's warp copies. The stage is full once the copies of all lanes are there as well.
+    class Copies {
+     public:
+      CUTLASS_DEVICE Copies(Params const& params, int tile_m, int tile_n, int step, int lane)
+          : columns_(params.columns, tile_n, step, lane), rows_(params.rows, tile_m, step, lane) {}
+
+      CUTLASS_DEVICE void step(Storage& storage, int stage, uint64_t const& barrier) {
+        float* const to = storage.values + stage * kOfStage;
+        columns_.step(to);
+        rows_.step(to + Columns::kCount);
+        cutlass::arch::cpasync_barrier_arrive_noinc(&barrier);
+      }
+
+     private:
+      typename Columns::Copies columns_;
+      typename Rows::Copies rows_;
+    };
 
     // One thread's sums. `Mma` says which rows and columns these are of.
     template <class Mma>
@@ -108,25 +137,22 @@ struct BlockScales {
         }
       }
 
-      // Adds the sums of the stage that was begun. `release` gives the stage back to the producer once it has been read.
-      template <class Tensor, class Release>
-      CUTLASS_DEVICE void add(Tensor& sums, Tensor const& of_step, Release const& release) {
+      // Adds a piece's products of the stage that was begun. `release` gives the stage back to the producer once it has been read.
+      template <class Piece, class All, class Release>
+      CUTLASS_DEVICE void add(All& sums, float const* products, Release const& release) {
         if constexpr (!kReadsLate) release();
+        constexpr int m = Piece::kRow;
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kColumns / 8; ++j) {
-          float2 const of_columns = pair(j);
+        for (int j = 0; j < Piece::kColumns / 8; ++j) {
+          float2 const of_columns = pair(Piece::kFirst / 8 + j);
           CUTLASS_PRAGMA_UNROLL
-          for (int m = 0; m < kRowsAtOnce; ++m) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int half = 0; half < 2; ++half) {
-              auto const first = cute::make_coord(cute::make_coord(0, half, j), m, 0);
-              auto const second = cute::make_coord(cute::make_coord(1, half, j), m, 0);
-              sums(first) = fmaf(rows_[m][half] * of_columns.x, of_step(first), sums(first));
-              sums(second) = fmaf(rows_[m][half] * of_columns.y, of_step(second), sums(second));
-            }
+          for (int half = 0; half < 2; ++half) {
+            int const at = j * 4 + half * 2;
+            sums(Piece::kBegin + at) = fmaf(rows_[m][half] * of_columns.x, products[at], sums(Piece::kBegin + at));
+            sums(Piece::kBegin + at + 1) = fmaf(rows_[m][half] * of_columns.y, products[at + 1], sums(Piece::kBegin + at + 1));
           }
         }
-        if constexpr (kReadsLate) {
+        if constexpr (kReadsLate && Piece::kIsLast) {
           if constexpr (kOneReleases) cutlass::arch::NamedBarrier::sync(128, uint32_t(kMeeting + consumer_group()));
           release();
         }

@@ -47,8 +47,6 @@ CUTLASS_DEVICE double silu(double x) { return x * sigmoid(x); }
 CUTLASS_DEVICE double softplus(double x) { return x > 20.0 ? x : ::log1p(::exp(x)); }
 CUTLASS_DEVICE double mish(double x) { return x * ::tanh(softplus(x)); }
 CUTLASS_DEVICE double hardswish(double x) { return x * clamp(x + 3.0, 0.0, 6.0) / 6.0; }
-// 1 + erf(x / sqrt(2)) without the cancellation at negative x.
-CUTLASS_DEVICE double gelu(double x) { return 0.5 * x * ::erfc(-0.70710678118654752440 * x); }
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u).
 CUTLASS_DEVICE double gelu_tanh(double x) {
   return x * sigmoid(2.0 * 0.79788456080286535588 * (x + 0.044715 * (x * x * x)));

@@ -104,8 +104,6 @@ CUTLASS_DEVICE float leaky_relu(float x, float negative_slope) { return x > 0.0f
 CUTLASS_DEVICE float silu(float x) { return x * sigmoid(x); }
 CUTLASS_DEVICE float hardswish(float x) { return x * clamp(x + 3.0f, 0.0f, 6.0f) * (1.0f / 6.0f); }
 
-CUTLASS_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
-
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3): the same function without the cancellation at
 // negative x. The factors of x and x^3 in the exponent are constants.
 CUTLASS_DEVICE float gelu_tanh(float x) {

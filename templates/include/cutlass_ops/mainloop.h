@@ -413,8 +413,8 @@ class Mainloop {
   template <class Sums>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
                           TensorStorage& storage, Params const& params) {
+    if constexpr (kPromotes) return promote(pipeline, state, sums, steps, thread, storage);
     auto const multiply = multiplier(storage, thread);
-    if constexpr (kPromotes) return promote(multiply, pipeline, state, sums, steps, thread, storage);
     RowGather gather(of_rows(storage));
     PipelineState release = state;
     auto const step = [&](bool first) {
@@ -456,21 +456,72 @@ class Mainloop {
     bool const elected = cute::elect_one_sync();
     int const tile_m = cute::get<0>(coord), tile_n = cute::get<1>(coord);
     auto const fill = filler(params, tensors, coord, rank, storage);
+    typename Scales::Copies copies(scales, tile_m, tile_n, *step, lane);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++step, ++state) {
       pipeline.producer_acquire(state);
       uint64_t& barrier = *pipeline.producer_get_barrier(state);
       if (elected) fill(barrier, *step, state.index());
-      Scales::copy(scales, tile_m, tile_n, *step, storage.scales, state.index(), barrier, lane);
+      copies.step(storage.scales, state.index(), barrier);
     }
   }
 
-  // Leaves nothing unfinished. While one warpgroup waits for its products and adds them up, the other multiplies.
-  template <class Multiply, class Sums>
-  CUTLASS_DEVICE static void promote(Multiply const& multiply, MainloopPipeline& pipeline, PipelineState state, Sums& sums,
-                                     int steps, int thread, TensorStorage& storage) {
+  // What a warpgroup multiplies of a step at once, a piece: one of its instructions below each other, or some columns of the only one.
+  // Two pieces are multiplied while a third is added up, and ptxas has registers for one more piece than a step has. If there are not
+  // as many, or pieces would have fewer than 64 columns, whole instructions are added up, and nothing is begun before.
+  static constexpr int kColumnsAtOnce = Extent<1>::value / kAcross, kRowsAtOnce = Extent<0>::value / kDown / 64;
+  static constexpr int columns_of(int pieces) { return (kColumnsAtOnce + 8 * pieces - 1) / (8 * pieces) * 8; }
+  static constexpr bool has_registers(int pieces) {
+    return (kRowsAtOnce * kColumnsAtOnce + (kRowsAtOnce * pieces + 1) * columns_of(pieces)) / 2 <= (kScaled ? 208 : 224);
+  }
+  static constexpr int kSplit = kRowsAtOnce > 1 || kColumnsAtOnce < 128 ? 1 : has_registers(2) ? 2 : has_registers(3) ? 3 : 1;
+  static constexpr int kPieces = kRowsAtOnce * kSplit, kPieceColumns = columns_of(kSplit);
+  static constexpr int kStepsAtOnce = kPieces > 1 && has_registers(kSplit) ? 2 : 1;
+  template <int kIndex>
+  struct Piece {
+    static constexpr int kRow = kIndex / kSplit, kFirst = kIndex % kSplit * kPieceColumns;
+    static constexpr int kColumns = kFirst + kPieceColumns < kColumnsAtOnce ? kPieceColumns : kColumnsAtOnce - kFirst;
+    static constexpr int kSums = kColumns / 2;                           // of a thread
+    static constexpr int kBegin = (kRow * kColumnsAtOnce + kFirst) / 2;  // among all of them
+    static constexpr bool kIsLast = kIndex == kPieces - 1;
+  };
+
+  // Returns what begins to multiply a piece of a stage.
+  CUTLASS_DEVICE static auto piece_multiplier(TensorStorage& storage, int thread) {
+    using namespace cute;
+    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
+    auto const a = slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0)));
+    auto const b = slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0)));
+    return [=](auto piece, float* products, int stage) {
+      using Of = decltype(piece);
+      constexpr int kDescriptorUnit = 16;  // bytes
+      constexpr int kFirst = int(typename B::Stage{}.layout_b()(Of::kFirst, 0)) * int(sizeof(ElementB));
+      auto const stage_a = make_tensor(a.data() + stage * int(A::kBytes / kDescriptorUnit), a.layout());
+      auto const stage_b = make_tensor(b.data() + (stage * int(B::kBytes / kDescriptorUnit) + kFirst / kDescriptorUnit), b.layout());
+      fence<Of::kSums>(products);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(a); ++k) {
+        Wgmma<Of::kColumns, ElementA, ElementB, kMajorA, kMajorB>::fma(
+            products, recast<uint64_t>(stage_a(_, Int<Of::kRow>{}, k))[0], recast<uint64_t>(stage_b(_, 0, k))[0],
+            k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
+      }
+      warpgroup_commit_batch();
+    };
+  }
+
+  template <int kCount>
+  CUTLASS_DEVICE static void fence(float* products) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(products[i]);
+  }
+
+  // Leaves nothing unfinished. While a warpgroup adds the products of one piece up, the Tensor Cores multiply its next one.
+  template <class Sums>
+  CUTLASS_DEVICE static void promote(MainloopPipeline& pipeline, PipelineState state, Sums& sums, int steps, int thread,
+                                     TensorStorage& storage) {
     static_assert(cute::is_void_v<Means>, "nothing is gathered of rows");
-    auto of_step = cute::make_fragment_like(sums);
+    auto const multiply = piece_multiplier(storage, thread);
     auto scaled = [&] {
       if constexpr (kScaled) {
         return typename Scales::template Sums<TiledMma>(storage.scales, thread);
@@ -478,25 +529,53 @@ class Mainloop {
         return NoScales{};
       }
     }();
+    float products[kPieces][kPieceColumns / 2];
+    auto const start = [&](auto index) { multiply(Piece<index>{}, products[index], state.index()); };
+    auto const arrived = [&] { pipeline.consumer_wait(state, pipeline.consumer_try_wait(state)); };
+    auto const add = [&](auto index, auto const& release) {
+      using Of = Piece<decltype(index)::value>;
+      fence<Of::kSums>(products[index]);
+      if constexpr (kScaled) {
+        scaled.template add<Of>(sums, products[index], release);
+      } else {
+        release();
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Of::kSums; ++i) sums(Of::kBegin + i) += products[index][i];
+      }
+    };
+    cute::Int<0> const first;
+    cute::Int<kPieces - 1> const last;
+    // Some steps. ptxas waits for each instruction where products are read while others are unfinished since an earlier turn of a
+    // loop. So nothing is unfinished at the end.
+    auto const add_up = [&](auto count) {
+      constexpr int kCount = decltype(count)::value;
+      arrived();
+      start(first);
+      cute::for_each(cute::make_int_sequence<kCount>{}, [&](auto step) {
+        constexpr bool kMore = decltype(step)::value < kCount - 1;
+        if constexpr (kScaled) scaled.begin(state.index());
+        cute::for_each(cute::make_int_sequence<kPieces - 1>{}, [&](auto index) {
+          start(cute::Int<index + 1>{});
+          cute::warpgroup_wait<1>();
+          add(index, [] {});
+        });
+        auto const done = state;
+        auto const release = [&] { pipeline.consumer_release(done); };
+        ++state;
+        if constexpr (kMore) {
+          arrived();
+          start(first);
+          cute::warpgroup_wait<1>();
+        } else {
+          cute::warpgroup_wait<0>();
+        }
+        add(last, release);
+      });
+    };
     cute::clear(sums);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; steps > 0; --steps, ++state) {
-      pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
-      if constexpr (kScaled) scaled.begin(state.index());
-      cute::warpgroup_fence_operand(of_step);
-      cute::warpgroup_arrive();
-      multiply(of_step, state.index(), true);
-      cute::warpgroup_commit_batch();
-      cute::warpgroup_wait<0>();
-      cute::warpgroup_fence_operand(of_step);
-      if constexpr (kScaled) {
-        scaled.add(sums, of_step, [&] { pipeline.consumer_release(state); });
-      } else {
-        pipeline.consumer_release(state);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < cute::size(sums); ++i) sums(i) += of_step(i);
-      }
-    }
+    for (; steps >= kStepsAtOnce; steps -= kStepsAtOnce) add_up(cute::Int<kStepsAtOnce>{});
+    if (kStepsAtOnce > 1 && steps > 0) add_up(cute::Int<1>{});
   }
 
   // One matrix's descriptors.
