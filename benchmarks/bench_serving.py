@@ -10,12 +10,14 @@ drawn at random. "cold" begins with an empty kernel store, in a folder of its ow
 before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
 effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
 until it returns, which is before the GPU is done; and in its turn PyTorch's linear and relu, which waits for no kernel.
-Each row: {"m", "weight", "us", "pytorch_us"}.
+"known" are the calls at a weight that was met before. "gc_us" is what Python's garbage collector took within a call.
+Each row: {"m", "weight", "us", "gc_us", "pytorch_us"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import shutil
@@ -47,6 +49,20 @@ def requests(count: int, seed: int = 0) -> list[tuple[int, str]]:
     return [(round(2 ** rng.uniform(0, 13)), rng.choice(list(WEIGHTS))) for _ in range(count)]
 
 
+class Collections:
+    """What Python's garbage collector took so far, in seconds."""
+
+    def __init__(self) -> None:
+        self.took = self._began = 0.0
+        gc.callbacks.append(self._noted)
+
+    def _noted(self, phase: str, _: object) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.took += time.perf_counter() - self._began
+
+
 def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     """Serve requests one after the other, with a pause between them; return each one's microseconds on the host."""
 
@@ -65,18 +81,26 @@ def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     F.relu(F.linear(inputs[4096][:16], weights["o"], biases["o"]))  # PyTorch's own start
     torch.cuda.synchronize()
     rows = []
+    collections = Collections()
     for m, name in wanted:
         a, b, bias = inputs[WEIGHTS[name][1]][:m], weights[name].t(), biases[name]
+        collections.took = 0.0
         us = took(lambda: co.gemm_bias_relu(a, b, bias))  # noqa: B023 - called at once
+        gc_us = round(1e6 * collections.took, 1)
         theirs = took(lambda: F.relu(F.linear(a, weights[name], bias)))  # noqa: B023
-        rows.append({"m": m, "weight": name, "us": us, "pytorch_us": theirs})
+        rows.append({"m": m, "weight": name, "us": us, "gc_us": gc_us, "pytorch_us": theirs})
     return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how long calls took: the first, those that waited, and the others."""
     first, *others = [row["us"] for row in rows]
+    met = {row["weight"]: at for at, row in reversed(list(enumerate(rows)))}
+    known = [row for at, row in enumerate(rows) if at != met[row["weight"]]]
     found = {"first_us": first, "long_waits": sum(us > LONG_US for us in others)} | _spread(others)
+    found |= {"known_long_waits": sum(row["us"] > LONG_US for row in known)}
+    found |= {"known_long_waits_without_gc": sum(row["us"] - row["gc_us"] > LONG_US for row in known)}
+    found |= {f"known_{name}": us for name, us in _spread([row["us"] for row in known]).items()}
     return found | {f"pytorch_{name}": us for name, us in _spread([row["pytorch_us"] for row in rows[1:]]).items()}
 
 
