@@ -86,8 +86,14 @@ def test_parts_are_those_of_the_layer(bench, block, tokens, timed):
         torch.testing.assert_close(timed[near], wanted, atol=0.03 * float(wanted.abs().max()), rtol=0)
     for rows in ("no_combine", "neither"):
         assert torch.equal(timed[rows], timed["project"])
-    for mine, wide in zip(timed["arrange"], timed["arrange_wide"], strict=True):
-        assert torch.equal(mine, wide)
+    for other in ("arrange_wide", "arrange_counts"):
+        for mine, alike in zip(timed["arrange"], timed[other], strict=True):
+            assert torch.equal(mine, alike), other
+    # Of experts that are equally likely, any may be chosen.
+    (shares, experts), (alike, others) = timed["route"], timed["route_maxima"]
+    assert torch.equal(shares, alike)
+    assert (experts == others).float().mean() > 0.9
+    assert all(len(set(each)) == layer.chosen for each in others.tolist())
     assert (row["phase"], row["errors"]["ours"] > 0) == ("decode" if tokens == 3 else "prefill", True)
     assert {without: gain["median"] for without, gain in row["gain"].items()} == {
         "no_gather": 0.5, "no_combine": 0.3333, "neither": 0.25
