@@ -39,7 +39,7 @@ _HOST = "kernel.o"
 _CUDA_FOLDERS = 3
 
 # ptxas reports serialised wgmma and ignored setmaxnreg as mere information, but they make kernels several times slower.
-_SLOW_CODE = re.compile(r"^.*\(C75(?:10|08)\).*$", re.MULTILINE)
+_SLOW_CODE = re.compile(r"^.*\(C75(?:08|10|14)\).*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(?:\b(?:error|fatal)\b[^:\n]{0,12}:|undefined reference|/ld: |No space left).*$", re.MULTILINE)
 _RESOURCES = re.compile(
     r"Function properties for (?P<function>\S+)\n"

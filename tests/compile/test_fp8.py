@@ -44,7 +44,20 @@ def test_a_kernel_promotes_its_sums():
     wanted = spec("e4m3", "e4m3", schedule="cooperative", accumulation="promoted")
     artifact = build_artifact(wanted)
     report = inspect(artifact)
-    # Each of two warpgroups has 64 rows of the tile: four along K, in one loop over all steps.
+    # Each of two warpgroups has 64 rows of the tile, in two pieces of 64 columns: four of each along K, twice in the
+    # loop over two steps, and once for an odd one.
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 2 * 4 * 3
+    assert report.spill_stores == report.spill_loads == 0
+
+
+def test_sums_that_leave_no_registers_are_promoted_whole():
+    made = co.Sm90Config(
+        co.ThreadblockShape(128, 208, 128), co.ClusterShape(2, 1), schedule="cooperative", accumulation="promoted"
+    )
+    scales = {"scale_a": "f32", "scale_b": "f32"}
+    wanted = co.KernelSpec(a="e4m3.row", b="e4m3.col", d="bf16.row", epilogue=scaled, inputs=scales, config=made)
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
     assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 4
     assert report.spill_stores == report.spill_loads == 0
 
@@ -91,8 +104,8 @@ def test_a_kernel_scales_its_sums(b, tile, cluster, config):
     artifact = build_artifact(wanted)
     report = inspect(artifact)
     proved = prove_tensor_cores(artifact.library, wanted)
-    # Four along K, of each of the one or two instructions that a warpgroup's rows take.
-    assert proved["QGMMA"] == (4 if config["schedule"] == "cooperative" else 8)
+    # As above: two pieces, of columns or of a warpgroup's rows.
+    assert proved["QGMMA"] == 2 * 4 * 3
     assert proved["LDGSTS"] >= 2  # scales of rows and of columns
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)

@@ -343,7 +343,7 @@ def test_the_first_real_error_is_shown(folder, toolkit, log, first):
     assert command.startswith(f"  command: cd {folder} && {toolkit.nvcc} ")
 
 
-@pytest.mark.parametrize("code", ["C7510", "C7508"])
+@pytest.mark.parametrize("code", ["C7510", "C7508", "C7514"])
 def test_slow_code_is_an_error(folder, toolkit, code):
     notice = f"ptxas info    : ({code}) Potential Performance Loss: ..."
     toolkit.does(f'echo > "$out"; echo "{notice}"')
