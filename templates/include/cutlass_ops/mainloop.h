@@ -389,21 +389,32 @@ class Mainloop {
 
   // ---- Consumers ----
 
+  // Descriptors of a warpgroup's parts of A and B in the first stage.
+  CUTLASS_DEVICE static auto descriptors(TensorStorage& storage, int thread) {
+    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
+    return cute::make_tuple(slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0))),
+                            slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0))));
+  }
+
+  // The same in another stage, some bytes after them.
+  template <class Operand, class Descriptors>
+  CUTLASS_DEVICE static auto in_stage(Descriptors const& first, int stage, int bytes = 0) {
+    constexpr int kDescriptorUnit = 16;  // bytes
+    auto const away = stage * int(Operand::kBytes / kDescriptorUnit) + bytes / kDescriptorUnit;
+    return cute::make_tensor(first.data() + away, first.layout());
+  }
+
   // Returns what adds a stage's product to a warpgroup's sums, or sets them to it.
   CUTLASS_DEVICE static auto multiplier(TensorStorage& storage, int thread) {
     using namespace cute;
-    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
-    auto const a = slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0)));
-    auto const b = slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0)));
-    return [=](auto& sums, int stage, bool first) {
-      constexpr int kDescriptorUnit = 16;  // bytes
-      auto const stage_a = make_tensor(a.data() + stage * int(A::kBytes / kDescriptorUnit), a.layout());
-      auto const stage_b = make_tensor(b.data() + stage * int(B::kBytes / kDescriptorUnit), b.layout());
+    return [of = descriptors(storage, thread)](auto& sums, int stage, bool first) {
+      auto const a = in_stage<A>(get<0>(of), stage);
+      auto const b = in_stage<B>(get<1>(of), stage);
       TiledMma mma;
       mma.accumulate_ = first ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < size<2>(a); ++k) {
-        cute::gemm(mma, stage_a(_, _, k), stage_b(_, _, k), sums);
+        cute::gemm(mma, a(_, _, k), b(_, _, k), sums);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
     };
@@ -466,9 +477,10 @@ class Mainloop {
     }
   }
 
-  // What a warpgroup multiplies of a step at once, a piece: one of its instructions below each other, or some columns of the only one.
-  // Two pieces are multiplied while a third is added up, and ptxas has registers for one more piece than a step has. If there are not
-  // as many, or pieces would have fewer than 64 columns, whole instructions are added up, and nothing is begun before.
+  // A piece is what a warpgroup multiplies of a step at once: one of its instructions below each other, or some columns of the
+  // only one. While a piece is added up, the next one is multiplied, also that of the next step. For the latter, ptxas takes
+  // registers for one piece more than a step has. Where these do not suffice, columns are not split, and each step ends before
+  // the next begins. Columns are split from 128 on.
   static constexpr int kColumnsAtOnce = Extent<1>::value / kAcross, kRowsAtOnce = Extent<0>::value / kDown / 64;
   static constexpr int columns_of(int pieces) { return (kColumnsAtOnce + 8 * pieces - 1) / (8 * pieces) * 8; }
   static constexpr bool has_registers(int pieces) {
@@ -489,21 +501,17 @@ class Mainloop {
   // Returns what begins to multiply a piece of a stage.
   CUTLASS_DEVICE static auto piece_multiplier(TensorStorage& storage, int thread) {
     using namespace cute;
-    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
-    auto const a = slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0)));
-    auto const b = slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0)));
-    return [=](auto piece, float* products, int stage) {
+    return [of = descriptors(storage, thread)](auto piece, float* products, int stage) {
       using Of = decltype(piece);
-      constexpr int kDescriptorUnit = 16;  // bytes
       constexpr int kFirst = int(typename B::Stage{}.layout_b()(Of::kFirst, 0)) * int(sizeof(ElementB));
-      auto const stage_a = make_tensor(a.data() + stage * int(A::kBytes / kDescriptorUnit), a.layout());
-      auto const stage_b = make_tensor(b.data() + (stage * int(B::kBytes / kDescriptorUnit) + kFirst / kDescriptorUnit), b.layout());
+      auto const a = in_stage<A>(get<0>(of), stage);
+      auto const b = in_stage<B>(get<1>(of), stage, kFirst);
       fence<Of::kSums>(products);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < size<2>(a); ++k) {
         Wgmma<Of::kColumns, ElementA, ElementB, kMajorA, kMajorB>::fma(
-            products, recast<uint64_t>(stage_a(_, Int<Of::kRow>{}, k))[0], recast<uint64_t>(stage_b(_, 0, k))[0],
+            products, recast<uint64_t>(a(_, Int<Of::kRow>{}, k))[0], recast<uint64_t>(b(_, 0, k))[0],
             k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
       }
       warpgroup_commit_batch();

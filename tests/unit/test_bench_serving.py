@@ -1,0 +1,28 @@
+"""What benchmarks/bench_serving.py makes of the times of calls."""
+
+import gc
+
+import pytest
+
+from tests.scripts import BENCHMARKS, script
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return script("bench_serving", BENCHMARKS)
+
+
+def test_calls_at_a_weight_that_was_met_are_counted_apart(bench):
+    taken = (("a", 9000, 0), ("a", 10, 0), ("b", 20000, 0), ("b", 8000, 7900), ("a", 6000, 0), ("b", 12, 0))
+    found = bench.summary([{"m": 1, "weight": w, "us": us, "gc_us": of, "pytorch_us": 5.0} for w, us, of in taken])
+    assert (found["first_us"], found["long_waits"]) == (9000, 3)
+    assert (found["known_long_waits"], found["known_long_waits_without_gc"], found["known_longest_us"]) == (2, 1, 8000)
+
+
+def test_the_garbage_collector_is_timed(bench):
+    noted = bench.Collections()
+    try:
+        gc.collect()
+        assert noted.took > 0
+    finally:
+        gc.callbacks.remove(noted._noted)
