@@ -78,8 +78,8 @@ class Block(nn.Module):
         """Compute it for (batch, context, width)."""
         heads = self.c_attn(self.ln_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = self.c_proj(attended.transpose(1, 2).flatten(2), x)
-        return self.mlp(self.ln_2(x), x)
+        x = self.c_proj(attended.transpose(1, 2).flatten(2), residual=x)
+        return self.mlp(self.ln_2(x), residual=x)
 
 
 class Gpt2(nn.Module):

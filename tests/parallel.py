@@ -127,6 +127,35 @@ def tensor_parallel(place: Place) -> None:
         _close(p.grad, q.grad)
 
 
+def residuals(place: Place) -> None:
+    """Residuals reach row-parallel layers, whose hooks drop arguments by position; autocast gives one dtype."""
+    torch.manual_seed(0)
+    layers = co.nn.MLP(K, HIDDEN), co.nn.GatedMLP(K, HIDDEN), co.nn.DecoderBlock(K, HIDDEN, 8, head_dim=8)
+    alone = nn.ModuleList(layers)
+    column, row = ColwiseParallel(), RowwiseParallel()
+    gated = {"gate_proj": column, "up_proj": column, "down_proj": row}
+    attention = {"q_proj": column, "k_proj": column, "v_proj": column, "o_proj": row}
+    block = {f"{part}.{n}": p for part, plan in (("self_attn", attention), ("mlp", gated)) for n, p in plan.items()}
+    spread, mixed = copy.deepcopy(alone).to(place.device, BF16), copy.deepcopy(alone).to(place.device)
+    alone = alone.to(place.device, BF16)
+    for module, plan in zip(spread, ({"fc1": column, "fc2": row}, gated, block), strict=True):
+        parallelize_module(module, place.mesh, plan)
+    x, residual = place.data().unflatten(0, (2, -1)), 4 * place.data().flip(0).unflatten(0, (2, -1))
+    for i in range(2):
+        _close(spread[i](x, residual=residual), alone[i](x, residual=residual))
+    _close(spread[2](x), alone[2](x))
+    parallelize_module(mixed[0], place.mesh, {"fc1": column, "fc2": row})
+    with torch.autocast(place.device.type, BF16):
+        assert mixed[0](x.float()).dtype is BF16
+    patched = nn.Sequential(nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, K)).to(x)
+    wanted = patched(x)
+    co.patch(patched)
+    parallelize_module(patched, place.mesh, {"0": column, "1": row})
+    _close(patched(x), wanted)
+    co.unpatch(patched)
+    assert co.patch(patched).kept == {"0": "its weight is a DTensor", "1": "its weight is a DTensor"}
+
+
 def dtensors(place: Place) -> None:
     """A linear layer takes and gives DTensors, with a residual, and refuses what is not one part of a product."""
     mesh, x = place.mesh, place.data()
@@ -141,15 +170,17 @@ def dtensors(place: Place) -> None:
             whole = getattr(alone, name).detach()
             setattr(spread, name, nn.Parameter(DTensor.from_local(whole, mesh).redistribute(mesh, [where])))
         parts = (DTensor.from_local(v, mesh).redistribute(mesh, [w]) for v, w in ((x, of_x), (residual, of_d)))
-        d = spread(*parts)
-        _close(d, alone(x, residual))
+        of_x, of_residual = parts
+        d = spread(of_x, residual=of_residual)
+        _close(d, alone(x, residual=residual))
         _backward(d.full_tensor())
-        _backward(alone(x, residual))
+        _backward(alone(x, residual=residual))
         _close(spread.weight.grad, alone.weight.grad)
         _close(spread.bias.grad, alone.bias.grad)
     _refused(lambda: co.gemm(spread.weight.data, x.t()), TypeError, "spread over several devices")
-    spread.activation = "gelu"
-    _refused(lambda: spread(x[:, : K // place.world]), NotImplementedError, "gelu needs the whole sum")
+    activated = co.nn.Linear(K, HIDDEN, activation="gelu")
+    activated.weight = spread.weight
+    _refused(lambda: activated(x[:, : K // place.world]), NotImplementedError, "gelu needs the whole sum")
     spread.weight = nn.Parameter(DTensor.from_local(alone.weight.detach(), mesh))
     _refused(lambda: spread(x), NotImplementedError, "use ColwiseParallel or RowwiseParallel")
 
@@ -163,6 +194,7 @@ CASES: dict[str, Callable[[Place], None]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "tensor_parallel": tensor_parallel,
+    "residuals": residuals,
     "dtensors": dtensors,
 }
 

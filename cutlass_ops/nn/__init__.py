@@ -10,7 +10,7 @@ from cutlass_ops.nn.block import DecoderBlock
 from cutlass_ops.nn.linear import Linear
 from cutlass_ops.nn.mlp import MLP, GatedMLP
 from cutlass_ops.nn.norms import LayerNormLinear, RMSNormLinear
-from cutlass_ops.nn.patching import Patched, patch, unpatch
+from cutlass_ops.nn.patching import Patched, fold_norms, patch, unpatch
 
 __all__ = [
     "MLP",
@@ -20,6 +20,7 @@ __all__ = [
     "Linear",
     "Patched",
     "RMSNormLinear",
+    "fold_norms",
     "patch",
     "unpatch",
 ]

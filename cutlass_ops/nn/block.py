@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.nn.linear import Linear
-from cutlass_ops.nn.mlp import GatedMLP
+from cutlass_ops.nn.mlp import GatedMLP, call
 
 
 class _Attention(torch.nn.Module):
@@ -26,7 +26,7 @@ class _Attention(torch.nn.Module):
         self.head_dim, self.theta, self.is_grouped = dimension, theta, heads != groups
 
     def forward(
-        self, x: Tensor, residual: Tensor, positions: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self, x: Tensor, *, residual: Tensor, positions: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> Tensor:
         length = x.shape[-2]
         query, key, value = (
@@ -38,8 +38,11 @@ class _Attention(torch.nn.Module):
         found = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, enable_gqa=self.is_grouped
         )
-        projected: Tensor = self.o_proj(found.transpose(-3, -2).flatten(-2), residual)
-        return projected
+        together = found.transpose(-3, -2).flatten(-2)
+        if torch.compiler.is_exporting():
+            # What an exported attention is decomposed to may lay its heads out in another way.
+            together = together.clone(memory_format=torch.contiguous_format)
+        return call(self.o_proj, together, residual)
 
     def _angles(self, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
         steps = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / self.head_dim
@@ -67,7 +70,7 @@ class DecoderBlock(torch.nn.Module):
     num_kv_heads : int, optional
         Heads of keys and values; by default as many.
     head_dim : int, optional
-        By default ``hidden_size // num_heads``.
+        By default ``hidden_size / num_heads``.
     eps : float
         The norms' eps.
     activation : str
@@ -101,14 +104,15 @@ class DecoderBlock(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        groups, dimension = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
-        if num_heads % groups or dimension % 2:
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        dimension = hidden_size / max(num_heads, 1) if head_dim is None else head_dim
+        if min(num_heads, groups) < 1 or num_heads % groups or dimension < 2 or dimension % 2:
             raise ValueError(
-                f"num_heads is {num_heads}, num_kv_heads {groups} and head_dim {dimension}: num_heads must be a "
+                f"num_heads is {num_heads}, num_kv_heads {groups} and head_dim {dimension:g}: num_heads must be a "
                 "multiple of num_kv_heads, and head_dim even"
             )
         self.input_layernorm = torch.nn.RMSNorm(hidden_size, eps, device=device, dtype=dtype)
-        self.self_attn = _Attention(hidden_size, num_heads, groups, dimension, rope_theta, bias, device, dtype)
+        self.self_attn = _Attention(hidden_size, num_heads, groups, int(dimension), rope_theta, bias, device, dtype)
         self.post_attention_layernorm = torch.nn.RMSNorm(hidden_size, eps, device=device, dtype=dtype)
         self.mlp = GatedMLP(hidden_size, intermediate_size, activation, device=device, dtype=dtype)
 
@@ -135,6 +139,6 @@ class DecoderBlock(torch.nn.Module):
         Tensor
             Of x's shape.
         """
-        y = self.self_attn(self.input_layernorm(x), x, position_embeddings, attention_mask)
-        found: Tensor = self.mlp(self.post_attention_layernorm(y), residual=y)
-        return found
+        z = self.input_layernorm(x)
+        y = self.self_attn(z, residual=x, positions=position_embeddings, mask=attention_mask)
+        return call(self.mlp, self.post_attention_layernorm(y), y)

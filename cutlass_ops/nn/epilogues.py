@@ -6,11 +6,14 @@ Modules look them up when they are made: PyTorch's tracer would compute them aga
 from __future__ import annotations
 
 import functools
+from typing import TypeAlias
 
 from cutlass_ops.epilogue import Epilogue, Graph, builtin, canonical
 from cutlass_ops.epilogue.nodes import Node, Output
 from cutlass_ops.run import named, ops
 from cutlass_ops.run.ops import Op
+
+LinearOps: TypeAlias = tuple[tuple[Op, ...], tuple[Op, ...]]
 
 # For each name, the operation of the epilogue language; "none" is no activation.
 ACTIVATIONS = {
@@ -62,6 +65,15 @@ def linear_op(activation: str | None, *, bias: bool, residual: bool = False) -> 
     """Return the op of :func:`linear_graph`."""
     graph = linear_graph(activation, bias=bias, residual=residual)
     return next((op for op in named.NAMED if op.graph == graph), None) or ops.op_of_graph(graph)
+
+
+def linear_ops(activation: str | None) -> LinearOps:
+    """Return a layer's ops by whether there is a bias, and whether there is a residual: a layer may lose its bias."""
+    with_bias, without = (
+        tuple(linear_op(activation, bias=bias, residual=residual) for residual in (False, True))
+        for bias in (True, False)
+    )
+    return without, with_bias
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.nn import epilogues, parallel
-
-if TYPE_CHECKING:
-    from cutlass_ops.run.ops import Op
+from cutlass_ops.nn.reading import add_to_main_grad, is_spread, matrix, must_leave_trace, rows, vectors
 
 
 class Linear(torch.nn.Linear):
@@ -36,6 +35,8 @@ class Linear(torch.nn.Linear):
         (N, K). If it has an attribute ``main_grad``, its gradient is added there: see docs/training.md.
     bias : Parameter or None
         (N,).
+    activation : str or None
+        Read-only.
 
     Raises
     ------
@@ -46,7 +47,7 @@ class Linear(torch.nn.Linear):
     --------
     >>> layer = co.nn.Linear(16, 8, activation="gelu", dtype=torch.bfloat16)
     >>> x, residual = torch.ones(4, 16).bfloat16(), torch.ones(4, 8).bfloat16()
-    >>> layer(x).shape, layer(x, residual).shape
+    >>> layer(x).shape, layer(x, residual=residual).shape
     (torch.Size([4, 8]), torch.Size([4, 8]))
     """
 
@@ -60,14 +61,16 @@ class Linear(torch.nn.Linear):
         *,
         activation: str | None = None,
     ) -> None:
-        epilogues.operation(activation)
+        ops = epilogues.linear_ops(activation)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation = activation
-        self._op, self._residual_op = (
-            epilogues.linear_op(activation, bias=bias, residual=residual) for residual in (False, True)
-        )
+        self._activation, self._ops = activation, ops
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    @property
+    def activation(self) -> str | None:
+        """The activation's name, which does not change."""
+        return self._activation
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layer.
 
         Parameters
@@ -75,7 +78,8 @@ class Linear(torch.nn.Linear):
         x : Tensor
             (..., K), in the weight's dtype.
         residual : Tensor, optional
-            (..., N), added behind the activation.
+            (..., N), added behind the activation. Only by name: hooks such as ``RowwiseParallel``'s drop arguments that
+            are passed by position.
 
         Returns
         -------
@@ -87,9 +91,10 @@ class Linear(torch.nn.Linear):
         TypeError, ValueError
             If an argument does not fit. The message calls x ``a`` and the weight's transpose ``b``.
         """
-        if parallel.is_spread(self.weight):
+        weight = self.weight
+        if is_spread(weight):
             return parallel.linear(self, x, residual)
-        return apply(self._op, self._residual_op, x, self.weight, self.bias, residual)
+        return apply(self._ops, x, weight, self.bias, residual)
 
     def extra_repr(self) -> str:
         """Return what ``repr`` says of the layer."""
@@ -97,31 +102,21 @@ class Linear(torch.nn.Linear):
         return super().extra_repr() + activation
 
 
-def apply(op: Op, residual_op: Op, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """Call the one of two ops that takes a residual, if there is one."""
-    inputs = () if bias is None else (bias,)
+def apply(
+    ops: epilogues.LinearOps,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    as_b: Callable[[Tensor], Tensor] = matrix,
+) -> Tensor:
+    """Call the one of a layer's ops that takes its bias and a residual, if there are any."""
+    if must_leave_trace(weight):
+        return add_to_main_grad(apply, ops, x, weight, bias, residual, as_b)
+    op = ops[bias is not None][residual is not None]
     if residual is None:
-        found: Tensor = op(x, matrix(weight), *inputs)
+        found: Tensor = op(rows(x), as_b(weight), *vectors(bias))
         return found
-    with_residual: Tensor = residual_op(x, matrix(weight), *inputs, residual, out_dtype=parallel.sum_dtype(x, residual))
+    out_dtype = parallel.sum_dtype(x, residual)
+    with_residual: Tensor = op(rows(x), as_b(weight), *vectors(bias), rows(residual), out_dtype=out_dtype)
     return with_residual
-
-
-def matrix(weight: Tensor) -> Tensor:
-    """Return the B of a weight (N, K).
-
-    Raises
-    ------
-    NotImplementedError
-        If its gradient is to be added to main_grad, which a compiled program does not see.
-    """
-    if torch.compiler.is_compiling() and getattr(weight, "main_grad", None) is not None:
-        raise NotImplementedError(
-            "a weight has a main_grad, and torch.compile would not add to it: remove it, or do not compile the module"
-        )
-    return weight.t()
-
-
-def is_watched(*modules: torch.nn.Module) -> bool:
-    """Whether a module has hooks, so that it must be called and not only its parameters be read."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import Linear, is_watched, matrix
-from cutlass_ops.nn.parallel import is_spread, sum_dtype
+from cutlass_ops.nn.linear import Linear
+from cutlass_ops.nn.parallel import sum_dtype
+from cutlass_ops.nn.reading import add_to_main_grad, are_read, matrix, must_leave_trace, rows, vectors
 from cutlass_ops.run.chained import chain
 from cutlass_ops.run.gated import gated_op
 
@@ -36,7 +38,7 @@ class MLP(torch.nn.Module):
     Attributes
     ----------
     fc1, fc2 : Linear
-        The layers. They are not called, unless they have hooks or DTensors: their parameters are read.
+        The layers. They are not called, unless they have hooks, DTensors or another class: their parameters are read.
 
     Examples
     --------
@@ -58,20 +60,16 @@ class MLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.fc1 = Linear(in_features, hidden_features, bias, device, dtype, activation=activation)
-        self.fc2 = Linear(hidden_features, out_features or in_features, bias, device, dtype)
+        out_features = in_features if out_features is None else out_features
+        self.fc2 = Linear(hidden_features, out_features, bias, device, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual (..., N)."""
         first, second = self.fc1, self.fc2
-        if is_watched(first, second) or is_spread(first.weight) or is_spread(second.weight):
-            found: Tensor = second(first(x)) if residual is None else second(first(x), residual)
-            return found
+        if not are_read(_OWN, first, second):
+            return call(second, first(x), residual)
         return two_layers(
-            (first._op, second._op if residual is None else second._residual_op),
-            x,
-            (matrix(first.weight), matrix(second.weight)),
-            (first.bias, second.bias),
-            residual,
+            (first._ops, second._ops), x, (first.weight, second.weight), (first.bias, second.bias), residual
         )
 
 
@@ -95,8 +93,8 @@ class GatedMLP(torch.nn.Module):
     Attributes
     ----------
     gate_proj, up_proj, down_proj : Linear
-        The layers, named as in Hugging Face's Llama. They are not called, unless they have hooks or DTensors: their
-        parameters are read.
+        The layers, named as in Hugging Face's Llama. They are not called, unless they have hooks, DTensors or another
+        class: their parameters are read.
 
     Examples
     --------
@@ -118,17 +116,17 @@ class GatedMLP(torch.nn.Module):
         self.gate_proj = Linear(in_features, hidden_features, bias, device, dtype, activation=activation)
         self.up_proj = Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = Linear(hidden_features, in_features, bias, device, dtype)
-        self._op = gated_op(epilogues.operation(activation), biased=bias)
+        self._ops, self._activations = gated_ops(activation), (activation, None)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual of x's shape."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if is_watched(gate, up, down) or any(is_spread(m.weight) for m in (gate, up, down)):
-            product = gate(x) * up(x)
-            found: Tensor = down(product) if residual is None else down(product, residual)
-            return found
+        # Another layer may have taken the place of one.
+        is_gated = are_read(_OWN, gate, up, down) and (gate.activation, up.activation) == self._activations
+        if not is_gated or (gate.bias is None) != (up.bias is None):
+            return call(down, gate(x) * up(x), residual)
         return gated_layers(
-            (self._op, down._op if residual is None else down._residual_op),
+            (self._ops, down._ops),
             x,
             (gate.weight, up.weight, down.weight),
             (gate.bias, up.bias, down.bias),
@@ -136,29 +134,56 @@ class GatedMLP(torch.nn.Module):
         )
 
 
+# The class whose parameters are read; a subclass may have another forward.
+_OWN = (Linear,)
+
+
+def call(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Call a module, and add a residual. One of ours adds it: its result may lie on several devices."""
+    if residual is not None and isinstance(module, Linear | MLP | GatedMLP):
+        with_residual: Tensor = module(x, residual=residual)
+        return with_residual
+    d: Tensor = module(x)
+    return d if residual is None else d + residual
+
+
 def two_layers(
-    ops: tuple[Any, Any],
+    ops: tuple[epilogues.LinearOps, epilogues.LinearOps],
     x: Tensor,
-    matrices: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
     residual: Tensor | None,
+    as_b: Callable[[Tensor], Tensor] = matrix,
 ) -> Tensor:
-    """Compute two layers by two ops, whose matrices are (K, N)."""
-    first, second = ([] if bias is None else [bias] for bias in biases)
+    """Compute two layers by the ops of each."""
+    if must_leave_trace(*weights):
+        return add_to_main_grad(two_layers, ops, x, weights, biases, residual, as_b)
+    first, second = ops[0][biases[0] is not None][False], ops[1][biases[1] is not None][residual is not None]
+    inputs = vectors(biases[0]), vectors(biases[1])
     if residual is not None:
-        second.append(residual)
-    return chain(*ops, x, *matrices, first, second, out_dtype=sum_dtype(x, residual))
+        inputs[1].append(rows(residual))
+    b1, b2 = map(as_b, weights)
+    return chain(first, second, rows(x), b1, b2, *inputs, out_dtype=sum_dtype(x, residual))
+
+
+def gated_ops(activation: str | None) -> tuple[Any, Any]:
+    """Return the ops of a gate, without and with biases."""
+    operation = epilogues.operation(activation)
+    return gated_op(operation), gated_op(operation, biased=True)
 
 
 def gated_layers(
-    ops: tuple[Any, Any],
+    ops: tuple[tuple[Any, Any], epilogues.LinearOps],
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     residual: Tensor | None,
 ) -> Tensor:
-    """Compute gate, up and down by two ops, whose weights are (N, K)."""
+    """Compute gate, up and down by the ops of the gate and of the last layer. Gate and up both have a bias, or none."""
+    if must_leave_trace(*weights):
+        return add_to_main_grad(gated_layers, ops, x, weights, biases, residual)
     gate, up, down = map(matrix, weights)
-    first = [up, *(bias for bias in biases[:2] if bias is not None)]
-    second = [each for each in (biases[2], residual) if each is not None]
-    return chain(*ops, x, gate, down, first, second, out_dtype=sum_dtype(x, residual))
+    first, second = ops[0][biases[0] is not None], ops[1][biases[2] is not None][residual is not None]
+    inputs = vectors(biases[2]) if residual is None else [*vectors(biases[2]), rows(residual)]
+    out_dtype = sum_dtype(x, residual)
+    return chain(first, second, rows(x), gate, down, [up, *vectors(*biases[:2])], inputs, out_dtype=out_dtype)

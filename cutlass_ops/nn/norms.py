@@ -7,73 +7,129 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import Linear, matrix
-from cutlass_ops.run import norms, weights
+from cutlass_ops.nn.folded import Folded
+from cutlass_ops.nn.linear import Linear
+from cutlass_ops.nn.reading import are_read, has_main_grad, matrix, rows
+from cutlass_ops.run import casting, norms, weights
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
 
 
-class _NormLinear(torch.nn.Module):
+class NormLinear(torch.nn.Module):
     """A norm and a linear layer. Subclasses say how the norm's parameters become part of the weight."""
 
     norm: Any
     linear: Linear
+    # The norm that is read; a subclass may have another forward.
+    _norm_class: type[torch.nn.Module]
 
     def __init__(self, norm: torch.nn.Module, linear: Linear) -> None:
         super().__init__()
         self.norm, self.linear = norm, linear
-        self._epilogue = epilogues.after_norm(linear.activation, bias=linear.bias is not None)
-        self._folded: Any = None
-        self._folded_from: Any = None
+        self._activation = linear.activation
+        self._epilogues = tuple(epilogues.after_norm(linear.activation, bias=bias) for bias in (False, True))
+        self._folded: Folded | None = None
 
     def fold(self) -> Any:
         """Fold the norm's parameters into a copy of the weight, once, for calls without gradients.
 
-        The copy takes as much memory as the weight. Calls with gradients do not use it. Without :meth:`fold`, each call
-        folds, which reads and writes the whole weight. In eager mode, a parameter that has changed is folded again at
-        the next call. A compiled program takes the copy as it is: call :meth:`fold` again after a change.
+        The copy takes as much memory as the weight. Without :meth:`fold`, each call folds, which reads and writes the
+        whole weight. In eager mode, the copy is made again if a parameter has changed, or gradients were enabled, since
+        a step of an optimizer may follow. Changes by ``parameter.data`` are not seen, nor does a compiled program look:
+        call :meth:`fold` again after them.
 
         Returns
         -------
         Module
             The module itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the weight is not in 16 bits, norm or layer are called rather than read, or a parameter was made in
+            inference mode.
         """
-        with torch.no_grad():
-            self._folded, self._folded_from = self._prepared(), self._state()
+        if not self._is_read(self.norm, self.linear):
+            raise ValueError(
+                "norm or linear has a hook, another class or activation, a parametrization or a DTensor, so that it is "
+                "called, and not folded: remove that, or do not fold"
+            )
+        weight = self._weight()
+        if weight.dtype not in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"linear.weight is {weight.dtype}: convert the module to torch.bfloat16, or fold inside torch.autocast"
+            )
+        folded = Folded()
+        folded.fold(self._prepared, self._sources)
+        self._folded = folded
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer for x (..., K)."""
-        bias = self.linear.bias
-        inputs = {} if bias is None else {"bias": bias}
-        folded = None
-        if self._folded is not None and not torch.is_grad_enabled():
-            if not torch.compiler.is_compiling() and self._folded_from != self._state():
-                self.fold()
-            folded = self._folded
-        return self._run(x, folded, inputs)
+        norm, linear = self.norm, self.linear
+        # What would be added to main_grad is the gradient of the weight, and not of its product with the norm's.
+        if not self._is_read(norm, linear) or has_main_grad(linear.weight):
+            self._drop()
+            found: Tensor = linear(norm(x))
+            return found
+        bias = linear.bias
+        inputs = {} if bias is None else {"bias": bias.contiguous()}
+        return self._run(rows(x), norm, linear, self._folded_for(x), self._epilogues[bias is not None], inputs)
 
-    def _state(self) -> tuple[Any, ...]:
-        """Return what changes when a parameter does."""
-        parameters = (self.linear.weight, *self.norm.parameters(recurse=False))
-        versions = [0 if p.is_inference() else p._version for p in parameters]
-        return tuple((p.data_ptr(), p.dtype, p.device, v) for p, v in zip(parameters, versions, strict=True))
+    @property
+    def folds(self) -> bool:
+        """Whether :meth:`fold` was called. Copies and pickles of the module have no folded weight."""
+        return self._folded is not None
+
+    def _is_read(self, norm: Any, linear: Any) -> bool:
+        """Whether norm and layer need not be called. Others may have taken their places."""
+        if not are_read((self._norm_class, Linear), norm, linear):
+            return False
+        return linear.activation == self._activation and norm.eps is not None
+
+    def _folded_for(self, x: Tensor) -> Any:
+        """Return the folded weight if there is one for a call."""
+        if self._folded is None:
+            return None
+        if torch.is_grad_enabled():
+            self._folded.drop()
+            return None
+        found = self._folded.current(self._prepared, self._sources)
+        wanted = casting.autocast_dtype(x) or x.dtype
+        return found if found is not None and found.matrix.dtype == wanted else None
+
+    def _drop(self) -> None:
+        if self._folded is not None:
+            self._folded.drop()
+
+    def _sources(self) -> tuple[Tensor, ...]:
+        """Return the parameters that are folded."""
+        return self.linear.weight, *(p for p in self.norm._parameters.values() if p is not None)
+
+    def _weight(self) -> Tensor:
+        """Return the weight (K, N) as a call would multiply by it."""
+        weight = self.linear.weight
+        found: Tensor = casting.autocast_to(casting.autocast_dtype(weight), weight)
+        return matrix(found)
 
     def _prepared(self) -> Any:
         raise NotImplementedError
 
-    def _run(self, x: Tensor, folded: Any, inputs: dict[str, Any]) -> Tensor:
+    def _run(
+        self, x: Tensor, norm: Any, linear: Any, folded: Any, epilogue: Epilogue | None, inputs: dict[str, Any]
+    ) -> Tensor:
         raise NotImplementedError
 
     def _apply(self, *args: Any, **named: Any) -> Any:
-        self._folded = self._folded_from = None  # of parameters that are elsewhere from here on
+        self._drop()  # parameters are elsewhere from here on
         return super()._apply(*args, **named)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_folded": None, "_folded_from": None}
+        return self.__dict__ | {"_folded": None}
 
 
-class RMSNormLinear(_NormLinear):
+class RMSNormLinear(NormLinear):
     """linear(rmsnorm(x)) in one kernel, with an activation behind it.
 
     Parameters
@@ -105,6 +161,8 @@ class RMSNormLinear(_NormLinear):
     (torch.Size([4, 8]), ['norm.weight', 'linear.weight'])
     """
 
+    _norm_class = torch.nn.RMSNorm
+
     def __init__(
         self,
         in_features: int,
@@ -120,15 +178,17 @@ class RMSNormLinear(_NormLinear):
         super().__init__(norm, Linear(in_features, out_features, bias, device, dtype, activation=activation))
 
     def _prepared(self) -> PreparedWeight:
-        return weights.prepare(self.linear.weight.t(), self.norm.weight)
+        return weights.prepare(self._weight(), self.norm.weight)
 
-    def _run(self, x: Tensor, folded: Any, inputs: dict[str, Any]) -> Tensor:
-        weight, gamma = (matrix(self.linear.weight), self.norm.weight) if folded is None else (folded, None)
-        found: Tensor = norms.rmsnorm_gemm(x, weight, gamma, eps=self.norm.eps, epilogue=self._epilogue, **inputs)
+    def _run(
+        self, x: Tensor, norm: Any, linear: Any, folded: Any, epilogue: Epilogue | None, inputs: dict[str, Any]
+    ) -> Tensor:
+        weight, gamma = (matrix(linear.weight), norm.weight) if folded is None else (folded, None)
+        found: Tensor = norms.rmsnorm_gemm(x, weight, gamma, eps=norm.eps, epilogue=epilogue, **inputs)
         return found
 
 
-class LayerNormLinear(_NormLinear):
+class LayerNormLinear(NormLinear):
     """linear(layernorm(x)) in one kernel, with an activation behind it.
 
     The kernel subtracts the mean from sums: :func:`cutlass_ops.layernorm_gemm` says for which x that is exact enough.
@@ -160,6 +220,8 @@ class LayerNormLinear(_NormLinear):
     (torch.Size([4, 8]), ['norm.weight', 'norm.bias', 'linear.weight', 'linear.bias'])
     """
 
+    _norm_class = torch.nn.LayerNorm
+
     def __init__(
         self,
         in_features: int,
@@ -175,10 +237,12 @@ class LayerNormLinear(_NormLinear):
         super().__init__(norm, Linear(in_features, out_features, bias, device, dtype, activation=activation))
 
     def _prepared(self) -> PreparedLayerNormWeight:
-        return weights.prepare_layernorm(self.linear.weight.t(), self.norm.weight, self.norm.bias)
+        return weights.prepare_layernorm(self._weight(), self.norm.weight, self.norm.bias)
 
-    def _run(self, x: Tensor, folded: Any, inputs: dict[str, Any]) -> Tensor:
-        vectors = (self.norm.weight, self.norm.bias) if folded is None else (None, None)
-        weight = matrix(self.linear.weight) if folded is None else folded
-        found: Tensor = norms.layernorm_gemm(x, weight, *vectors, eps=self.norm.eps, epilogue=self._epilogue, **inputs)
+    def _run(
+        self, x: Tensor, norm: Any, linear: Any, folded: Any, epilogue: Epilogue | None, inputs: dict[str, Any]
+    ) -> Tensor:
+        vectors = (norm.weight, norm.bias) if folded is None else (None, None)
+        weight = matrix(linear.weight) if folded is None else folded
+        found: Tensor = norms.layernorm_gemm(x, weight, *vectors, eps=norm.eps, epilogue=epilogue, **inputs)
         return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.nn.reading import is_spread, rows
 from cutlass_ops.run import casting
 from cutlass_ops.run.ops import gemm
 
@@ -22,11 +23,6 @@ def sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype | None:
     own = casting.autocast_dtype(x) or x.dtype
     found = torch.promote_types(own, residual.dtype)
     return None if found == own else found
-
-
-def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, whose parts lie on several devices."""
-    return hasattr(type(tensor), "to_local")
 
 
 def linear(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -66,13 +62,13 @@ def linear(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [of_x], run_check=False)
     # Each process sees a part of what the gradient of a whole x adds up.
-    x = x.redistribute(mesh, [of_x]).to_local(grad_placements=[Partial() if by_rows else of_x])
+    x = rows(x.redistribute(mesh, [of_x]).to_local(grad_placements=[Partial() if by_rows else of_x]))
     last = Shard(x.ndim - 1)
     if by_rows:
         inputs = [] if layer.bias is None else [_local(layer.bias, mesh, Shard(0))]
-        op, out_dtype = layer._op, sum_dtype(x, residual)
+        op, out_dtype = layer._ops[layer.bias is not None][residual is not None], sum_dtype(x, residual)
         if residual is not None:
-            op, inputs = layer._residual_op, [*inputs, _local(residual, mesh, last)]
+            inputs = [*inputs, rows(_local(residual, mesh, last))]
         d = op(x, weight.to_local().t(), *inputs, out_dtype=out_dtype)
         return DTensor.from_local(d, mesh, [last], run_check=False)
     if layer.activation not in (None, "none"):
@@ -81,11 +77,12 @@ def linear(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
             "activation"
         )
     total: Tensor = DTensor.from_local(gemm(x, weight.to_local().t()), mesh, [Partial()], run_check=False)
+    dtype = sum_dtype(x, residual) or total.dtype
     for added in (layer.bias, residual):
         if added is not None:
             whole = added if isinstance(added, DTensor) else DTensor.from_local(added, mesh, [Replicate()])
             total = total + whole.redistribute(mesh, [Replicate()])
-    return total
+    return total.to(dtype)  # under autocast, a bias in FP32 has promoted it
 
 
 def _local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:

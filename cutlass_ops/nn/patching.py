@@ -7,6 +7,8 @@ A module's class becomes a subclass of its own class. So state_dicts, optimizers
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import apply, is_watched
-from cutlass_ops.nn.mlp import gated_layers, two_layers
+from cutlass_ops.nn.linear import apply
+from cutlass_ops.nn.mlp import gated_layers, gated_ops, two_layers
+from cutlass_ops.nn.norms import NormLinear
 from cutlass_ops.nn.projections import Handing, Projections
-from cutlass_ops.run.gated import gated_op
+from cutlass_ops.nn.reading import are_of, is_spread, is_watched, readable
 
 
 class Patched(NamedTuple):
@@ -29,6 +32,10 @@ class Patched(NamedTuple):
         For the name of each module that is fused now, what its forward is.
     kept : dict of str to str
         For each module that has parameters and is as it was, the reason.
+    classes : dict of str to str
+        The class of each of these modules.
+    already : dict of str to str
+        As `replaced`, for what an earlier call fused.
 
     Examples
     --------
@@ -44,10 +51,12 @@ class Patched(NamedTuple):
     replaced: dict[str, str]
     kept: dict[str, str]
     classes: dict[str, str]
+    already: dict[str, str]
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for title, found in (("fused:", self.replaced), ("left as it was:", self.kept)):
+        parts = ("fused:", self.replaced), ("fused already:", self.already), ("left as it was:", self.kept)
+        for title, found in parts:
             groups: dict[tuple[str, str], list[str]] = {}
             for name, what in found.items():
                 groups.setdefault((self.classes[name], what), []).append(name)
@@ -64,8 +73,8 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     It knows ``torch.nn.Linear``, and the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and
     GPT-2. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32. :func:`unpatch` undoes it.
 
-    The layers inside a fused MLP are not called any more. A module whose layers have hooks, or are not plain linear
-    layers, is left as it was: patch before hooks and adapters are added.
+    The layers inside a fused MLP are not called any more, unless they get hooks, adapters or another forward later:
+    then the MLP's own forward calls them. A module whose layers have some already is left as it was.
 
     Parameters
     ----------
@@ -74,8 +83,9 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     fold_norms : bool
         Whether decoder layers also compute their input norm, queries, keys and values in one GEMM where no gradients
         are recorded. Each layer then keeps a copy of these weights, with the norm's folded in, which takes as much
-        memory as they do. In eager mode, parameters that changed are copied again at the next call; a compiled program
-        takes the copy as it is. Qwen3's ``q_norm`` and ``k_norm`` stay PyTorch's.
+        memory as they do. In eager mode, they are copied again if a parameter changed or gradients were recorded; a
+        compiled program takes the copy as it is. See :func:`cutlass_ops.nn.fold_norms`. Qwen3's ``q_norm`` and
+        ``k_norm`` stay PyTorch's.
 
     Returns
     -------
@@ -96,15 +106,15 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     >>> model(torch.ones(2, 16).bfloat16()).shape, co.unpatch(model)
     (torch.Size([2, 8]), 1)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
-    replaced, kept, classes = {}, {}, {}
+    _require_module(model)
+    replaced, kept, classes, already = {}, {}, {}, {}
     # Children come first: a decoder layer asks whether its MLP is fused.
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, _Fused):
+            classes[name], already[name] = type(module).__name__, _what(module)
             continue
         rule = _rule_of(module)
-        reason = _unknown(module) if rule is None else rule.refuses(module)
+        reason = _unknown(module) if rule is None else _forward_refuses(module) or rule.refuses(module)
         if rule is not None and not reason:
             classes[name] = type(module).__name__
             _exchange(module, rule)
@@ -115,12 +125,13 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     if fold_norms:
         _fold_norms(model, replaced, kept, classes)
     order = [name for name, _ in model.named_modules()]
-    inside = {f"{name}." for name, what in replaced.items() if what in _WHOLE}
+    inside = {f"{name}." for name, what in {**replaced, **already}.items() if what in _WHOLE}
     kept = {n: why for n, why in kept.items() if not any(n.startswith(prefix) for prefix in inside)}
     found = Patched(
         {name: replaced[name] for name in order if name in replaced},
         {name: kept[name] for name in order if name in kept},
         classes,
+        {name: already[name] for name in order if name in already},
     )
     print(found)
     return found
@@ -139,66 +150,142 @@ def unpatch(model: nn.Module) -> int:
     int
         The number of modules that were changed.
 
+    Raises
+    ------
+    TypeError
+        If `model` is no module.
+    ValueError
+        If something gave a patched module a class of its own since.
+
     Examples
     --------
     >>> co.unpatch(torch.nn.Linear(16, 8))
     0
     """
+    _require_module(model)
+    fused: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, _Fused)}
+    for name, module in fused.items():
+        if type(module) is not module._exact:
+            raise ValueError(
+                f"{name or 'the model'} has had another class since it was patched, such as that of a parametrization "
+                "or of FSDP: remove that first"
+            )
+    for module in fused.values():
+        module.__class__ = module._original
+        del module._fused_ops
+    return len(fused)
+
+
+def fold_norms(model: nn.Module) -> int:
+    """Fold a model's norms again, after a change that calls do not see, such as one by ``parameter.data``.
+
+    These are the norms of ``co.patch(model, fold_norms=True)``, and of :class:`RMSNormLinear` and
+    :class:`LayerNormLinear` that were folded. Compiled programs take the copies that there are when they are compiled.
+
+    Parameters
+    ----------
+    model : Module
+        The model.
+
+    Returns
+    -------
+    int
+        The number of weights that were folded.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `model` is no module, or something in it cannot be folded.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(co.nn.RMSNormLinear(16, 8, dtype=torch.bfloat16).fold())
+    >>> model[0].linear.weight.data.zero_()[0, 0].item(), co.nn.fold_norms(model)
+    (0.0, 1)
+    """
+    _require_module(model)
     count = 0
     for module in model.modules():
-        if isinstance(module, _Fused):
-            module.__class__ = type(module)._original  # type: ignore[assignment]
-            del module._fused_ops
+        if isinstance(module, NormLinear) and module.folds:
+            module.fold()
+            count += 1
+        elif isinstance(module, _DecoderLayer) and module._fused_ops != (None,):
+            module._fused_ops[0].fold(module, _READ["Linear"])
             count += 1
     return count
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
 
 
 # ---- Modules with another forward ------------------------------------------------------------------------------------
 
 
 class _Fused:
-    """A module whose class was exchanged."""
+    """A module whose class was exchanged.
+
+    A fused forward reads the modules inside only while they are what :func:`patch` found: plain, and without hooks.
+    Else it is the forward that the module had.
+    """
 
     _original: type[nn.Module]
     _rule: _Rule
+    _exact: type  # the class that was made, and not one that something else derived from it
     _fused_ops: tuple[Any, ...]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def extra_repr(self) -> str:
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, fused" if own else "fused"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made again, since no module has it by a name.
-        return _made_again, (self._original, self._rule.name), self.__dict__
+        if type(self) is self._exact:
+            return _made_again, (self._original, self._rule.name), self.__dict__
+        return super().__reduce_ex__(protocol)
 
 
 class _Linear(_Fused):
-    def forward(self: Any, x: Tensor) -> Tensor:
-        op, with_residual = self._fused_ops
-        return apply(op, with_residual, x, self.weight, self.bias, None)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight = self.weight
+        if is_spread(weight):
+            return _as_before(self, input)
+        return apply(self._fused_ops, input, weight, self.bias, None)
 
 
 class _Conv1D(_Fused):
     """transformers' linear layer of GPT-2, whose weight is (K, N)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        found: Tensor = self._fused_ops[0](x, self.weight, self.bias)
-        return found
+        weight = self.weight
+        if is_spread(weight):
+            return _as_before(self, x)
+        return apply(self._fused_ops, x, weight, self.bias, None, readable)
 
 
 class _GatedMLP(_Fused):
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        first, second, with_residual = self._fused_ops
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        return gated_layers(
-            (first, second if residual is None else with_residual),
-            x,
-            (gate.weight, up.weight, down.weight),
-            (gate.bias, up.bias, down.bias),
-            residual,
-        )
+        kind, ops = self._fused_ops
+        gate, up, down, activation = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
+        known = type(activation) is kind and are_of(_READ["Linear"], gate, up, down)
+        if known and not is_watched(activation, gate, up, down):
+            biases = gate.bias, up.bias, down.bias
+            if (biases[0] is None) == (biases[1] is None):
+                return gated_layers(ops, x, (gate.weight, up.weight, down.weight), biases, residual)
+        d = _as_before(self, x)
+        return d if residual is None else residual + d
 
 
 class _Gpt2MLP(_Fused):
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        first, second = self.c_fc, self.c_proj
-        d = two_layers(self._fused_ops, hidden_states, (first.weight, second.weight), (first.bias, second.bias), None)
+        kind, ops = self._fused_ops
+        first, second, activation = self.c_fc, self.c_proj, self.act
+        known = type(activation) is kind and are_of(_READ["Conv1D"], first, second)
+        if not known or is_watched(activation, first, second):
+            return _as_before(self, hidden_states)
+        parameters = (first.weight, second.weight), (first.bias, second.bias)
+        d = two_layers(ops, hidden_states, *parameters, None, readable)
         dropped: Tensor = self.dropout(d)
         return dropped
 
@@ -206,15 +293,25 @@ class _Gpt2MLP(_Fused):
 class _DecoderLayer(_Fused):
     """A layer whose MLP is fused, and adds the residual. It may have its projections as one GEMM."""
 
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **named: Any) -> Tensor:
+    _positional: tuple[str, ...]  # of the forward that it had, behind hidden_states
+
+    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if arguments:
+            named = _named(self._positional, arguments, named)
+        named.setdefault("attention_mask", None)
         (projections,) = self._fused_ops
-        if projections is not None and projections.serves(hidden_states):
-            x, named = hidden_states, {**named, "projected": projections(self, hidden_states)}
+        attention, mlp = self.self_attn, self.mlp
+        projected = None
+        if projections is not None and _is_fused(attention, _Attention):
+            projected = projections.run(self, hidden_states, _READ["Linear"])
+        if projected is None:
+            attended, _ = attention(hidden_states=self.input_layernorm(hidden_states), **named)
         else:
-            x = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(hidden_states=x, attention_mask=attention_mask, **named)
+            attended, _ = attention(hidden_states=hidden_states, projected=projected, **named)
         y = hidden_states + attended
-        found: Tensor = self.mlp(self.post_attention_layernorm(y), residual=y)
+        z = self.post_attention_layernorm(y)
+        # Hooks must see what the MLP gives, and change that alone.
+        found: Tensor = mlp(z, residual=y) if _is_fused(mlp, _GatedMLP) else y + mlp(z)
         return found
 
 
@@ -224,6 +321,34 @@ class _Attention(_Fused):
     def forward(self: Any, *arguments: Any, projected: tuple[Tensor, ...] | None = None, **named: Any) -> Any:
         attention = self if projected is None else Handing(self, projected)
         return self._original.forward(attention, *arguments, **named)
+
+
+def _as_before(module: Any, x: Tensor) -> Tensor:
+    """Compute what a module computed before it was patched."""
+    found: Tensor = module._original.forward(module, x)
+    return found
+
+
+def _is_fused(module: Any, forward: type[_Fused]) -> bool:
+    """Whether calling a module is calling this very forward, so that it takes arguments of ours."""
+    return isinstance(module, forward) and type(module) is module._exact and not is_watched(module)
+
+
+def _named(names: tuple[str, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by name.
+
+    Raises
+    ------
+    TypeError
+        If there are too many, or two of a name.
+    """
+    if len(arguments) > len(names):
+        raise TypeError(f"forward takes {1 + len(names)} arguments by position: {1 + len(arguments)} were given")
+    given = dict(zip(names, arguments, strict=False))
+    twice = [name for name in given if name in named]
+    if twice:
+        raise TypeError(f"forward got {twice[0]} by position and by name: pass it once")
+    return {**given, **named}
 
 
 # ---- Which modules ---------------------------------------------------------------------------------------------------
@@ -257,13 +382,18 @@ class _Rule(NamedTuple):
 
 
 def _is_plain(module: Any, kind: str) -> bool:
-    return type(module).__name__ == kind or (isinstance(module, _Fused) and module._rule.name == kind)
+    if isinstance(module, _Fused):
+        return type(module) is module._exact and module._rule.name == kind
+    rule = _rule_of(module)
+    return rule is not None and rule.name == kind
 
 
 def _dtype_refuses(module: Any) -> str:
     weight = module.weight
     if not isinstance(weight, Tensor):
         return "its weight is no tensor"
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
     if weight.dtype in (torch.float16, torch.bfloat16):
         return ""
     if weight.dtype is torch.float32 and torch.is_autocast_enabled(weight.device.type):
@@ -271,17 +401,20 @@ def _dtype_refuses(module: Any) -> str:
     return f"its weight is {weight.dtype}: convert the model to torch.bfloat16, or patch it inside torch.autocast"
 
 
-def _linear_refuses(module: Any) -> str:
-    # A subclass has a forward of its own, and a method that was replaced too.
+def _forward_refuses(module: Any) -> str:
+    """Say why a module's forward is not that of its class as it was written."""
     if "forward" in vars(module):
         return "its forward was replaced"
-    return _dtype_refuses(module)
+    kind = type(module)
+    home = (kind.__module__, f"{kind.__qualname__}.forward")
+    # Decorators keep these names.
+    return "" if (kind.forward.__module__, kind.forward.__qualname__) == home else "its class's forward was replaced"
 
 
 def _layers_refuse(kind: str, layers: tuple[Any, ...]) -> str:
     if not all(_is_plain(layer, kind) for layer in layers):
         return f"its layers are not all {kind}"
-    if is_watched(*layers) or any("forward" in vars(layer) for layer in layers):
+    if is_watched(*layers):
         return "its layers have hooks or other forwards"
     if len({layer.bias is None for layer in layers}) > 1:
         return "some of its layers have biases and some have none"
@@ -311,34 +444,49 @@ def _projections_refuse(layer: Any) -> str:
     norm, attention = layer.input_layernorm, layer.self_attn
     if type(attention).__name__ not in _ATTENTIONS:
         return "a class that patch does not know"
-    if "forward" in vars(attention) or "forward" in vars(norm) or is_watched(norm):
+    if is_watched(attention, norm):
         return "it or the norm before it has hooks or another forward"
-    if type(norm).__name__ not in _NORMS or norm.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    known = type(norm).__name__ in _NORMS and type(norm.weight) is nn.Parameter
+    if not known or norm.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return "the norm before it is not one that patch knows"
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
-    if any(isinstance(each.weight, Tensor) and each.weight.dtype is torch.float32 for each in layers):
+    reason = _layers_refuse("Linear", layers)
+    if reason:
+        return reason
+    if any(each.weight.dtype is torch.float32 for each in layers):
         return "its weights are torch.float32, which are folded in 16 bits only"
-    return _layers_refuse("Linear", layers)
+    if any(p.is_inference() for each in (norm, *layers) for p in each.parameters()):
+        return "its parameters were made in torch.inference_mode(), which does not count their changes"
+    return ""
 
 
 def _fold_norms(model: nn.Module, replaced: dict[str, str], kept: dict[str, str], classes: dict[str, str]) -> None:
     """Give fused decoder layers their projections as one GEMM, and note it."""
     for name, layer in model.named_modules():
-        if not isinstance(layer, _DecoderLayer) or layer._fused_ops != (None,):
+        if not isinstance(layer, _DecoderLayer):
             continue
         module: Any = layer
         attention = module.self_attn
         inside = f"{name}." if name else ""
+        if layer._fused_ops != (None,):
+            kept.pop(f"{inside}input_layernorm", None)
+            continue
         classes[f"{inside}self_attn"] = type(attention).__name__
         reason = _projections_refuse(module)
         if reason:
             kept[f"{inside}self_attn"] = reason
             continue
-        layer._fused_ops = (Projections(module),)
-        own = "; q_norm and k_norm stay PyTorch's" if hasattr(attention, "q_norm") else ""
-        replaced[f"{inside}self_attn"] = f"norm, q, k and v in one GEMM without gradients{own}"
+        layer._fused_ops = (Projections(module, _READ["Linear"]),)
         kept.pop(f"{inside}input_layernorm", None)
         _exchange(attention, _BY_NAME["Attention"])
+        replaced[f"{inside}self_attn"] = _what(attention)
+
+
+def _what(module: Any) -> str:
+    """Return what a fused module's forward is, for users."""
+    own = isinstance(module, _Attention) and hasattr(module, "q_norm")
+    found: str = module._rule.what
+    return f"{found}; q_norm and k_norm stay PyTorch's" if own else found
 
 
 def _activation(module: Any) -> str | None:
@@ -359,19 +507,12 @@ _ACTIVATIONS = {
 }
 
 
-def _ops_of_linear(module: Any) -> tuple[Any, ...]:
-    has_bias = module.bias is not None
-    return tuple(epilogues.linear_op(None, bias=has_bias, residual=residual) for residual in (False, True))
-
-
 def _ops_of_gated(module: Any) -> tuple[Any, ...]:
-    has_bias = module.down_proj.bias is not None
-    first = gated_op(epilogues.operation(_activation(module.act_fn)), biased=has_bias)
-    return first, *_ops_of_linear(module.down_proj)
+    return type(module.act_fn), (gated_ops(_activation(module.act_fn)), epilogues.linear_ops(None))
 
 
 def _ops_of_gpt2(module: Any) -> tuple[Any, ...]:
-    return epilogues.linear_op(_activation(module.act), bias=True), epilogues.linear_op(None, bias=True)
+    return type(module.act), (epilogues.linear_ops(_activation(module.act)), epilogues.linear_ops(None))
 
 
 _HUGGING_FACE = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -379,14 +520,21 @@ _ATTENTIONS = tuple(f"{name}Attention" for name in _HUGGING_FACE)
 _NORMS = tuple(f"{name}RMSNorm" for name in _HUGGING_FACE)
 
 _RULES = (
-    _Rule("Linear", ("Linear",), "a GEMM with its bias", _Linear, _linear_refuses, _ops_of_linear),
+    _Rule(
+        "Linear",
+        ("Linear",),
+        "a GEMM with its bias",
+        _Linear,
+        _dtype_refuses,
+        lambda module: epilogues.linear_ops(None),
+    ),
     _Rule(
         "Conv1D",
         ("Conv1D",),
         "a GEMM with its bias",
         _Conv1D,
-        _linear_refuses,
-        lambda module: (epilogues.linear_op(None, bias=True),),
+        _dtype_refuses,
+        lambda module: epilogues.linear_ops(None),
     ),
     _Rule(
         "GatedMLP",
@@ -413,7 +561,14 @@ _RULES = (
         lambda module: (None,),  # its projections, which fold_norms makes
     ),
     # Of no class by itself: a decoder layer decides.
-    _Rule("Attention", (), "", _Attention, lambda module: "", lambda module: ()),
+    _Rule(
+        "Attention",
+        (),
+        "norm, q, k and v in one GEMM without gradients",
+        _Attention,
+        lambda module: "",
+        lambda module: (),
+    ),
 )
 _BY_NAME = {rule.name: rule for rule in _RULES}
 # What is said of an MLP holds for its layers.
@@ -441,16 +596,45 @@ def _exchange(module: Any, rule: _Rule) -> None:
     module._fused_ops = ops
 
 
+# For the name of a rule, the classes whose modules may be read: the original ones, and what is made of them.
+_READ: dict[str, tuple[type, ...]] = {}
+
+
 @functools.cache
-def _class_of(original: Any, rule: str) -> Any:
-    return type(
-        f"Fused{original.__name__}",
-        (_BY_NAME[rule].forward, original),
-        {"_original": original, "_rule": _BY_NAME[rule], "__module__": __name__, "__doc__": original.__doc__},
+def _class_of(original: Any, name: str) -> Any:
+    rule = _BY_NAME[name]
+    signature = inspect.signature(original.forward)
+    _, _, *others = signature.parameters.values()
+    positional = tuple(p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD)
+    made: Any = type(
+        # Others, such as FSDP's policies, look classes up by their names.
+        original.__name__,
+        (rule.forward, original),
+        {
+            "_original": original,
+            "_rule": rule,
+            "_positional": positional,
+            "forward": _with_signature(rule.forward.forward, signature),  # type: ignore[attr-defined]
+            "__module__": __name__,
+            "__doc__": original.__doc__,
+        },
     )
+    made._exact = made
+    _READ[name] = (*_READ.get(name, ()), original, made)
+    return made
+
+
+def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+    """Return a function as what looks at its arguments, and not only calls it, should see it."""
+    found: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    found.__kwdefaults__, found.__doc__, found.__signature__ = function.__kwdefaults__, function.__doc__, signature
+    return found
 
 
 def _made_again(original: Any, rule: str) -> nn.Module:
     kind = _class_of(original, rule)
     made: nn.Module = kind.__new__(kind)
     return made
+
+
+_class_of(nn.Linear, "Linear")  # MLPs of plain layers are read before any layer was patched

@@ -2,65 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.nn import epilogues
+from cutlass_ops.nn.folded import Folded
+from cutlass_ops.nn.reading import are_read, rows
 from cutlass_ops.run import norms, weights
+from cutlass_ops.run.results import PreparedWeight
 
 
 class Projections:
     """The norm before an attention and its three projections, as one GEMM.
 
-    It keeps a copy of the weights, side by side and with the norm's gamma folded in. In eager mode, a copy of what has
-    changed since is made again. Copies and pickles have none, and make theirs at their first call.
+    It keeps a copy of the weights, side by side and with the norm's gamma folded in. In eager mode, the copy is made
+    again if a parameter has changed, or gradients were recorded. Copies and pickles make theirs at their first call.
 
     Parameters
     ----------
     layer : Module
         A decoder layer with ``input_layernorm`` and ``self_attn``.
+    linears : tuple of type
+        The classes of projections that are read.
     """
 
-    def __init__(self, layer: Any) -> None:
-        layers = _layers(layer)
-        self._sizes = [each.weight.shape[0] for each in layers]
-        self._epilogue = epilogues.after_norm(None, bias=layers[0].bias is not None)
-        self._folded: Any = None
-        self._bias: Tensor | None = None
-        self._folded_from: Any = None
-        self._fold(layer)
+    def __init__(self, layer: Any, linears: tuple[type, ...]) -> None:
+        self._norm_class = type(layer.input_layernorm)
+        self._folded = Folded()
+        self.fold(layer, linears)
 
-    def serves(self, x: Tensor) -> bool:
-        """Whether a layer's call can take this way: it records no gradients, and has the weights' dtype."""
+    def fold(self, layer: Any, linears: tuple[type, ...]) -> None:
+        """Fold again.
+
+        Raises
+        ------
+        ValueError
+            If modules are called rather than read, or a parameter was made in inference mode.
+        """
+        if not self._are_read(layer, linears):
+            raise ValueError(
+                "a projection or the norm before it has a hook, another class, a parametrization or a DTensor, so that "
+                "it is called, and not folded: remove that, or do not fold"
+            )
+        self._folded.fold(lambda: _together(layer), lambda: _sources(layer))
+
+    def run(self, layer: Any, x: Tensor, linears: tuple[type, ...]) -> tuple[Tensor, ...] | None:
+        """Return queries, keys and values of x, which the norm has not seen; None if modules must be called for them.
+
+        This way records no gradients, and needs x in the weights' dtype. It calls no module, so none may be watched.
+        """
         if torch.is_grad_enabled():
-            return False
-        if self._folded is None:  # a copy, which cannot be made while PyTorch traces
-            return not torch.compiler.is_compiling()
-        found: bool = self._folded.matrix.dtype == x.dtype
-        return found
-
-    def __call__(self, layer: Any, x: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of x, which the norm has not seen."""
-        if not torch.compiler.is_compiling() and self._folded_from != _state(layer):
-            self._fold(layer)
-        inputs: dict[str, Any] = {} if self._bias is None else {"bias": self._bias}
+            self._folded.drop()
+            return None
+        if not self._are_read(layer, linears):
+            return None
+        found = self._folded.current(lambda: _together(layer), lambda: _sources(layer))
+        if found is None or found.matrix.dtype != x.dtype:
+            return None
+        inputs: dict[str, Any] = {} if found.bias is None else {"bias": found.bias}
         eps = layer.input_layernorm.variance_epsilon
-        d: Tensor = norms.rmsnorm_gemm(x, self._folded, eps=eps, epilogue=self._epilogue, **inputs)
-        return torch.split(d, self._sizes, -1)
+        d: Tensor = norms.rmsnorm_gemm(rows(x), found.weight, eps=eps, epilogue=found.epilogue, **inputs)
+        return torch.split(d, found.sizes, -1)
 
-    def _fold(self, layer: Any) -> None:
-        layers = _layers(layer)
-        with torch.no_grad():
-            together = torch.cat([each.weight for each in layers])
-            self._folded = weights.prepare(together.t(), layer.input_layernorm.weight)
-            biased = layers[0].bias is not None
-            self._bias = torch.cat([each.bias for each in layers]) if biased else None
-        self._folded_from = _state(layer)
+    def _are_read(self, layer: Any, linears: tuple[type, ...]) -> bool:
+        query, key, value = _layers(layer)
+        if not are_read(linears, query, key, value) or not are_read((self._norm_class,), layer.input_layernorm):
+            return False
+        return (query.bias is None) == (key.bias is None) == (value.bias is None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_folded": None, "_bias": None, "_folded_from": None}
+
+class _Together(NamedTuple):
+    """Three projections side by side.
+
+    Attributes
+    ----------
+    weight : PreparedWeight
+        The weights, with the norm's gamma folded in.
+    bias : Tensor or None
+        The biases.
+    epilogue : Epilogue or None
+        What adds them.
+    sizes : list of int
+        The columns of each.
+    """
+
+    weight: PreparedWeight
+    bias: Tensor | None
+    epilogue: Epilogue | None
+    sizes: list[int]
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.matrix
+
+
+def _together(layer: Any) -> _Together:
+    layers = _layers(layer)
+    biased = layers[0].bias is not None
+    together = torch.cat([each.weight for each in layers])
+    return _Together(
+        weights.prepare(together.t(), layer.input_layernorm.weight),
+        torch.cat([each.bias for each in layers]) if biased else None,
+        epilogues.after_norm(None, bias=biased),
+        [each.weight.shape[0] for each in layers],
+    )
 
 
 def _layers(layer: Any) -> tuple[Any, ...]:
@@ -68,12 +116,11 @@ def _layers(layer: Any) -> tuple[Any, ...]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def _state(layer: Any) -> tuple[Any, ...]:
-    """Return what changes when a parameter does."""
-    found = [layer.input_layernorm.weight]
-    for each in _layers(layer):
-        found += [each.weight] if each.bias is None else [each.weight, each.bias]
-    return tuple((p.data_ptr(), p.dtype, p.device, 0 if p.is_inference() else p._version) for p in found)
+def _sources(layer: Any) -> tuple[Tensor, ...]:
+    """Return the parameters that are folded."""
+    layers = _layers(layer)
+    biases = (each.bias for each in layers if each.bias is not None)
+    return layer.input_layernorm.weight, *(each.weight for each in layers), *biases
 
 
 class Handing:

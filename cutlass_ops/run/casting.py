@@ -53,7 +53,16 @@ def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
     """Return an operand in a dtype, if it is one of those that torch.autocast casts."""
     if dtype is None or not isinstance(x, Tensor) or x.dtype not in _CAST:
         return x
-    return x.to(dtype)
+    if torch.compiler.is_dynamo_compiling():
+        return x.to(dtype)
+    parameter = x if x._base is None else x._base
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None or x.dtype == dtype:
+        return x.to(dtype)
+    # What a call multiplies by is the copy: it takes the parameter's gradient to the same place.
+    cast: Any = parameter.to(dtype)
+    cast.main_grad = main_grad
+    return cast if x._base is None else cast.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 _CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))

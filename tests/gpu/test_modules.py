@@ -238,7 +238,7 @@ def test_autocast_with_a_scaler(dtype):
     with torch.autocast("cuda", dtype):
         d = module(x)
         assert d.dtype is dtype
-        residual = module[0](x, x)
+        residual = module[0](x, residual=x)
         assert residual.dtype is torch.float32
     scaler.scale(d.float().square().mean()).backward()
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in module.parameters())

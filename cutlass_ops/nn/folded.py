@@ -1,0 +1,93 @@
+"""A copy of parameters with a norm folded in, and whether it still is what the parameters are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Seen(NamedTuple):
+    """What a parameter was.
+
+    Attributes
+    ----------
+    parameter : weakref.ref
+        Another one may come to lie at its address.
+    address, version
+        What changes when it does.
+    """
+
+    parameter: weakref.ref[Tensor]
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, p: Tensor) -> _Seen:
+        return cls(weakref.ref(p), p.data_ptr(), p._version)
+
+    def is_still(self, p: Tensor) -> bool:
+        parameter, address, version = self
+        return parameter() is p and p._version == version and p.data_ptr() == address
+
+
+class Folded:
+    """What was folded from parameters. Copies and pickles of it are empty.
+
+    Attributes
+    ----------
+    value
+        It; None if nothing is folded now.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._seen: tuple[_Seen, ...] = ()
+
+    def fold(self, make: Callable[[], Any], sources: Callable[[], Sequence[Tensor]]) -> Any:
+        """Make it of the parameters that `sources` returns.
+
+        Raises
+        ------
+        ValueError
+            If a parameter does not count its changes, as one that was made in inference mode.
+        """
+        parameters = sources()
+        if any(p.is_inference() for p in parameters):
+            raise ValueError(
+                "a parameter was made inside torch.inference_mode(), and does not count its changes, so that a folded "
+                "copy would outlive them: make or load the module outside of it"
+            )
+        with torch.no_grad():
+            self.value = make()
+        self._seen = tuple(map(_Seen.of, parameters))
+        return self.value
+
+    def current(self, make: Callable[[], Any], sources: Callable[[], Sequence[Tensor]]) -> Any:
+        """Return it for a call without gradients, made again if a parameter changed; None if that cannot be known.
+
+        PyTorch's tracer takes what there is.
+        """
+        if torch.compiler.is_compiling():
+            return self.value
+        parameters = sources()
+        for p in parameters:
+            if p.is_inference():
+                return None
+        if self.value is None or len(parameters) != len(self._seen):
+            return self.fold(make, sources)
+        for seen, p in zip(self._seen, parameters, strict=True):
+            if not seen.is_still(p):
+                return self.fold(make, sources)
+        return self.value
+
+    def drop(self) -> None:
+        """Forget it, ahead of a training step: fused optimizers write parameters without counting it as a change."""
+        if self.value is not None:
+            self.value = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Folded, ()

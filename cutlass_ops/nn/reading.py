@@ -1,0 +1,112 @@
+"""When a module's parameters may be read in place of calling it, and how ops get them.
+
+A fused forward reads the parameters of several modules. That equals calling them only as long as nobody gave one of
+them another class, forward, hook or DTensor. Each call asks, since adapters and hooks may come at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from cutlass_ops.run.matrices import has_lines_along
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, whose parts lie on several devices."""
+    return hasattr(type(tensor), "to_local")
+
+
+def is_watched(*modules: Any) -> bool:
+    """Whether modules have hooks or a forward of their own instance: they must be called then, as they were before."""
+    for m in modules:
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return True
+        # The second asks nothing: PyTorch's tracer guards what is read, and not what a dict lacks.
+        if "forward" in m.__dict__ or not callable(m.forward):
+            return True
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def are_read(kinds: tuple[type, ...], *modules: Any) -> bool:
+    """Whether reading the weights of modules equals calling them, if it does for modules of these very classes.
+
+    A subclass may have another forward, and a parametrized module has a class of its own.
+    """
+    return are_of(kinds, *modules) and not is_watched(*modules)
+
+
+def are_of(kinds: tuple[type, ...], *modules: Any) -> bool:
+    """Whether modules have one of these very classes, and weights on one device."""
+    for m in modules:  # noqa: SIM110 - a generator takes longer
+        if type(m) not in kinds or is_spread(m._parameters.get("weight")):
+            return False
+    return True
+
+
+# ---- Operands --------------------------------------------------------------------------------------------------------
+
+
+def rows(x: Any) -> Any:
+    """Return A or a residual as kernels read it: copied if leading dimensions do not fold, or lines are not whole."""
+    if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or x.is_contiguous():
+        return x
+    along_n = has_lines_along(x, 1) and _folds(x)
+    return x if along_n or (x.ndim == 2 and has_lines_along(x, 0)) else x.contiguous()
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether one stride leads through all leading dimensions."""
+    wanted = None
+    for extent, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if extent == 1:
+            continue
+        if wanted is not None and stride != wanted:
+            return False
+        wanted = extent * stride
+    return True
+
+
+def matrix(weight: Tensor) -> Tensor:
+    """Return the B of a weight (N, K)."""
+    return readable(weight).t()
+
+
+def readable(weight: Tensor) -> Tensor:
+    """Return a weight as kernels read it, or a copy: a parametrization may have returned any strides."""
+    if not isinstance(weight, Tensor) or weight.is_contiguous() or weight.ndim < 2:
+        return weight
+    return weight if has_lines_along(weight, 0) or has_lines_along(weight, 1) else weight.contiguous()
+
+
+def vectors(*biases: Tensor | None) -> list[Tensor]:
+    """Return the biases that there are."""
+    return [bias.contiguous() for bias in biases if bias is not None]
+
+
+# ---- Gradients that are added to main_grad ---------------------------------------------------------------------------
+
+
+def has_main_grad(*weights: Any) -> bool:
+    """Whether a backward of this call would add the gradient of one of these parameters to its ``main_grad``."""
+    if torch.is_grad_enabled():
+        for w in weights:
+            if getattr(w, "main_grad", None) is not None:
+                return True
+    return False
+
+
+def must_leave_trace(*weights: Any) -> bool:
+    """Whether PyTorch's tracer must leave a call out: programs get copies of parameters, and these no ``main_grad``."""
+    return torch.compiler.is_dynamo_compiling() and has_main_grad(*weights)
+
+
+# As torch.compiler.disable, but it imports PyTorch's tracer with the first call: that takes a second.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def add_to_main_grad(function: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
+    """Make a call in eager mode, where its backward finds ``main_grad``. With ``fullgraph=True`` PyTorch refuses it."""
+    return function(*arguments, **named)

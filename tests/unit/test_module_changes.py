@@ -1,0 +1,269 @@
+"""Modules that others change: hooks, adapters, other forwards, parametrizations, biases that come and go."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.nn.modules import module as of_all
+from torch.nn.utils import parametrize, prune
+
+import cutlass_ops as co
+
+BF16 = torch.bfloat16
+K, HIDDEN = 16, 32
+
+
+class Adapted(nn.Module):
+    """An adapter as peft's, which forwards the weight of the layer that it wraps. Peft's class is called Linear too."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, (n, k) = base, base.weight.shape
+        self.down, self.up = nn.Linear(k, 4, bias=False).to(base.weight), nn.Linear(4, n, bias=False).to(base.weight)
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, x, **named):
+        return self.base_layer(x, **named) + self.up(self.down(x))
+
+
+Adapted.__name__ = "Linear"
+
+
+class Other(co.nn.Linear):
+    """A subclass with another forward."""
+
+    def forward(self, x, **named):
+        return -2 * super().forward(x, **named)
+
+
+def as_subclass(parent, name):
+    getattr(parent, name).__class__ = Other
+
+
+def adapted(parent, name):
+    setattr(parent, name, Adapted(getattr(parent, name)))
+
+
+def hooked(parent, name):
+    getattr(parent, name).register_forward_hook(lambda module, x, d: -2 * d)
+
+
+def hooked_before(parent, name):
+    getattr(parent, name).register_forward_pre_hook(lambda module, x: (-2 * x[0],))
+
+
+def replaced(parent, name):
+    """What accelerate's add_hook_to_module does."""
+    layer = getattr(parent, name)
+    before = layer.forward
+    layer.forward = lambda *args, **named: -2 * before(*args, **named)
+
+
+def pruned(parent, name):
+    prune.l1_unstructured(getattr(parent, name), "weight", amount=0.5)
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return -2 * x
+
+
+def parametrized(parent, name):
+    parametrize.register_parametrization(getattr(parent, name), "weight", Turned())
+
+
+CHANGES = [as_subclass, adapted, hooked, hooked_before, replaced, pruned, parametrized]
+MODULES = {
+    "mlp": (lambda: co.nn.MLP(K, HIDDEN, dtype=BF16), ("fc1", "fc2")),
+    "gated": (lambda: co.nn.GatedMLP(K, HIDDEN, dtype=BF16), ("gate_proj", "up_proj", "down_proj")),
+    "rmsnorm": (lambda: co.nn.RMSNormLinear(K, K, bias=True, dtype=BF16), ("norm", "linear")),
+    "layernorm": (lambda: co.nn.LayerNormLinear(K, K, dtype=BF16), ("norm", "linear")),
+}
+CASES = [
+    (module, name, change)
+    for module, (_, names) in MODULES.items()
+    for name in names
+    for change in CHANGES
+    if name != "norm" or change in (hooked, hooked_before, replaced, pruned, parametrized)  # it is no linear layer
+]
+
+
+def by_calls(module, x, residual):
+    """The same by calling what is inside. The last layer adds the residual if it can."""
+    if hasattr(module, "norm"):
+        return module.linear(module.norm(x))
+    last = module.fc2 if isinstance(module, co.nn.MLP) else module.down_proj
+    hidden = module.fc1(x) if isinstance(module, co.nn.MLP) else module.gate_proj(x) * module.up_proj(x)
+    return last(hidden, residual=residual) if isinstance(last, co.nn.Linear) else last(hidden) + residual
+
+
+def call(module, x, residual):
+    return module(x) if hasattr(module, "norm") else module(x, residual=residual)
+
+
+def close(found, exact, allowed=0.02):
+    assert found.shape == exact.shape
+    assert (found.double() - exact.double()).norm() <= allowed * exact.double().norm()
+
+
+def drawn(count=2):
+    return [torch.randn(6, K).to(BF16).requires_grad_() for _ in range(count)]
+
+
+def weights_scaled(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    return module
+
+
+@pytest.mark.parametrize(("module", "name", "change"), CASES)
+def test_what_is_inside_may_change(module, name, change):
+    torch.manual_seed(0)
+    made = weights_scaled(MODULES[module][0]())
+    given = drawn()
+    before = call(made, *given)
+    change(made, name)
+    d, wanted = call(made, *given), by_calls(made, *given)
+    close(d, wanted)
+    assert (d - before).norm() > 0.05 * before.norm()  # so that what is ignored shows
+    parameters = list(made.parameters())
+    grad = torch.randn_like(d)
+    found = torch.autograd.grad(d, parameters, grad)
+    for x, y in zip(found, torch.autograd.grad(wanted, parameters, grad), strict=True):
+        close(x, y, 0.03)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_hooks_of_all_modules_see_what_is_inside(module):
+    made, given, seen = MODULES[module][0](), drawn(), []
+    hook = of_all.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        call(made, *given)
+    finally:
+        hook.remove()
+    assert {id(m) for m in seen} == {id(m) for m in made.modules()}
+
+
+@pytest.mark.parametrize("module", ["mlp", "gated"])
+def test_a_hook_that_drops_arguments_keeps_the_residual(module):
+    made, names = MODULES[module][0](), MODULES[module][1]
+    x, residual = drawn()
+    wanted = made(x, residual=residual)
+    getattr(made, names[-1]).register_forward_pre_hook(lambda module, given: given[0])
+    close(made(x, residual=residual), wanted)
+    with pytest.raises(TypeError, match="positional"):
+        made(x, residual)
+
+
+def test_a_block_s_residuals_are_passed_by_name():
+    block = weights_scaled(co.nn.DecoderBlock(32, 64, 4, dtype=BF16))
+    x = 4 * torch.randn(2, 6, 32).to(BF16)
+    wanted = block(x)
+    for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+        layer.register_forward_pre_hook(lambda module, given: given[0])
+    close(block(x), wanted)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, lambda *a, **k: nn.Sequential(nn.Linear(*a, **k), nn.Tanh())])
+def test_a_layer_may_be_replaced_by_any_module(layer):
+    mlp, gated = co.nn.MLP(K, HIDDEN, dtype=BF16), co.nn.GatedMLP(K, HIDDEN, dtype=BF16)
+    mlp.fc1, gated.up_proj = (layer(K, HIDDEN, dtype=BF16) for _ in range(2))
+    x, residual = drawn()
+    close(mlp(x, residual=residual), by_calls(mlp, x, residual))
+    close(gated(x, residual=residual), by_calls(gated, x, residual))
+    mlp.fc2, gated.down_proj = (layer(HIDDEN, K, dtype=BF16) for _ in range(2))
+    close(mlp(x, residual=residual), by_calls(mlp, x, residual))
+    close(gated(x, residual=residual), by_calls(gated, x, residual))
+
+
+def test_a_block_s_parts_may_be_replaced_by_any_module():
+    block, x = co.nn.DecoderBlock(32, 64, 4, dtype=BF16), torch.randn(2, 6, 32).to(BF16)
+    wanted = block(x)
+    block.mlp = nn.Sequential(block.mlp)
+    block.self_attn.o_proj = nn.Sequential(block.self_attn.o_proj)
+    close(block(x), wanted)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_gate_s_layer_may_have_another_activation(name):
+    made, (x, residual) = co.nn.GatedMLP(K, HIDDEN, dtype=BF16), drawn()
+    n, k = getattr(made, name).weight.shape
+    setattr(made, name, co.nn.Linear(k, n, dtype=BF16, activation="relu"))
+    close(made(x, residual=residual), by_calls(made, x, residual))
+
+
+@pytest.mark.parametrize("kind", [co.nn.RMSNormLinear, co.nn.LayerNormLinear])
+def test_a_norm_and_its_layer_may_be_exchanged(kind):
+    made, (x, _) = kind(K, K, dtype=BF16), drawn()
+    made.linear = co.nn.Linear(K, K, dtype=BF16, activation="relu")
+    close(made(x), by_calls(made, x, None))
+    for norm in (nn.RMSNorm(K, dtype=BF16), nn.LayerNorm(K, 1e-2, elementwise_affine=False)):
+        made.norm = norm
+        close(made(x), by_calls(made, x, None))
+    made.linear = nn.Linear(K, HIDDEN, dtype=BF16)
+    close(made(x), by_calls(made, x, None))
+
+
+@pytest.mark.parametrize("names", [("fc1",), ("fc2",), ("fc1", "fc2")])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bias_may_come_and_go(names, biased):
+    made = co.nn.MLP(K, HIDDEN, bias=biased, dtype=BF16)
+    for name in names:
+        layer = getattr(made, name)
+        layer.bias = None if biased else nn.Parameter(torch.randn(layer.out_features).to(BF16))
+    x, residual = drawn()
+    close(made(x, residual=residual), by_calls(made, x, residual))
+    layer = made.fc2
+    close(layer(made.fc1(x)), F.linear(made.fc1(x), layer.weight, layer.bias))
+
+
+def test_biases_of_a_gate_and_of_a_norm_s_layer_may_go():
+    gated, normed = co.nn.GatedMLP(K, HIDDEN, bias=True, dtype=BF16), co.nn.LayerNormLinear(K, K, dtype=BF16)
+    x, residual = drawn()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(gated, name).bias = None
+        close(gated(x, residual=residual), by_calls(gated, x, residual))
+    normed.linear.bias = None
+    close(normed(x), by_calls(normed, x, residual))
+
+
+def test_an_activation_is_read_only_and_extents_are_as_given():
+    layer = co.nn.Linear(K, HIDDEN, activation="relu")
+    with pytest.raises(AttributeError):
+        layer.activation = "silu"
+    assert layer.activation == "relu"
+    with pytest.warns(UserWarning, match="zero-element"):  # PyTorch's own
+        assert co.nn.MLP(K, HIDDEN, 0, bias=False).fc2.out_features == 0
+    for arguments, said in (
+        ((32, 64, 4, 0), "num_kv_heads 0"),
+        ((32, 64, 3), "num_heads is 3, num_kv_heads 3 and head_dim 10.6667"),
+        ((32, 64, 4, 4, 0), "head_dim 0"),
+        ((32, 64, 0), "num_heads is 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            co.nn.DecoderBlock(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # PyTorch's own
+def test_an_exported_block_is_decomposed():
+    block, x = co.nn.DecoderBlock(32, 64, 4, 2, dtype=BF16), torch.randn(2, 6, 32).to(BF16)
+    with torch.no_grad():
+        program = torch.export.export(block, (x,)).run_decompositions()
+        close(program.module()(x), block(x))
+
+
+def test_compiled_modules_notice_what_changes():
+    torch._dynamo.reset()
+    made, (x, residual) = co.nn.GatedMLP(K, HIDDEN, dtype=BF16), drawn()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    compiled(x, residual=residual)
+    for change, name in ((replaced, "up_proj"), (adapted, "gate_proj"), (as_subclass, "down_proj")):
+        other = copy.deepcopy(made)
+        change(other, name)
+        compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+        close(compiled(x, residual=residual), by_calls(other, x, residual))

@@ -1,0 +1,180 @@
+"""What modules make of their operands: strides of any kind, and gradients that are added to main_grad."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.nn.utils import parametrize
+
+import cutlass_ops as co
+
+BF16 = torch.bfloat16
+K, HIDDEN = 16, 32
+
+
+def close(found, exact, allowed=0.02):
+    assert found.shape == exact.shape
+    assert (found.double() - exact.double()).norm() <= allowed * exact.double().norm()
+
+
+def drawn(*shape):
+    return torch.randn(shape).to(BF16)
+
+
+# Tensors (..., K) that no view folds into rows.
+STRIDES = {
+    "transposed": lambda: drawn(4, 3, K).transpose(0, 1),
+    "sliced": lambda: drawn(3, 5, K)[:, 1:],
+    "last_tokens": lambda: drawn(2, 12, K)[:, -3:, :],
+    "image": lambda: drawn(2, K, 3, 4).flatten(2).transpose(1, 2),
+    "permuted": lambda: drawn(2, 3, 4, K).permute(1, 2, 0, 3),
+    "expanded": lambda: drawn(1, 4, K).expand(3, 4, K),
+    "expanded_rows": lambda: drawn(1, K).expand(6, K),
+    "every_second": lambda: drawn(3, 4, 2 * K)[..., ::2],
+    "columns": lambda: drawn(K, 6).t(),
+    "columns_of_one": lambda: drawn(1, K, 6).mT,
+    "part_of_a_row": lambda: drawn(6, 2 * K)[:, K:],
+    "vector": lambda: drawn(K),
+}
+MODULES = {
+    "linear": lambda: co.nn.Linear(K, K, activation="gelu", dtype=BF16),
+    "mlp": lambda: co.nn.MLP(K, HIDDEN, dtype=BF16),
+    "gated": lambda: co.nn.GatedMLP(K, HIDDEN, dtype=BF16),
+    "rmsnorm": lambda: co.nn.RMSNormLinear(K, K, dtype=BF16),
+    "layernorm": lambda: co.nn.LayerNormLinear(K, K, dtype=BF16),
+}
+
+
+@pytest.mark.parametrize("strides", [s for s in STRIDES if s != "vector"])
+@pytest.mark.parametrize("name", MODULES)
+def test_operands_of_any_strides(name, strides):
+    torch.manual_seed(0)
+    module, x = MODULES[name](), STRIDES[strides]().requires_grad_()
+    named = {} if "norm" in name else {"residual": STRIDES[strides]().requires_grad_()}
+    found, wanted = module(x, **named), module(x.contiguous(), **{n: v.contiguous() for n, v in named.items()})
+    close(found, wanted, 1e-6)
+    given, grad = [x, *named.values(), *module.parameters()], torch.randn_like(found)
+    for p, q in zip(torch.autograd.grad(found, given, grad), torch.autograd.grad(wanted, given, grad), strict=True):
+        close(p, q, 0.01)
+    with torch.no_grad():
+        close(module(x, **named), wanted, 0.01)
+
+
+@pytest.mark.parametrize("strides", ["last_tokens", "image", "expanded"])
+def test_operands_of_any_strides_are_compiled(strides):
+    torch._dynamo.reset()
+    module, x = MODULES["mlp"](), STRIDES[strides]()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    close(compiled(x, residual=x), module(x, residual=x))
+
+
+class Strided(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, weight):
+        if self.how == "expanded":
+            return weight[:1].expand(weight.shape)
+        return torch.stack((weight, weight), -1)[..., 0]
+
+
+@pytest.mark.parametrize("how", ["expanded", "strided"])
+@pytest.mark.parametrize("of", ["weight", "bias"])
+def test_a_parametrization_may_return_any_strides(how, of):
+    torch.manual_seed(0)
+    x = drawn(6, K)
+    for layer in (co.nn.Linear(K, HIDDEN, dtype=BF16), nn.Linear(K, HIDDEN, dtype=BF16)):
+        model = nn.Sequential(layer)
+        co.patch(model)
+        parametrize.register_parametrization(layer, of, Strided(how))
+        assert not getattr(layer, of).is_contiguous()
+        close(model(x), F.linear(x, layer.weight, layer.bias))
+
+
+# ---- main_grad -------------------------------------------------------------------------------------------------------
+
+
+def patched():
+    model = nn.Sequential(nn.Linear(K, K, dtype=BF16))
+    co.patch(model)
+    return model
+
+
+MAIN = {**MODULES, "patched": patched}
+
+
+def added(module, x, run, *, dtype=torch.float32):
+    """The main_grads of matrices after a step, each 1 before it; no matrix has a grad."""
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    for p in matrices:
+        p.main_grad = torch.ones_like(p, dtype=dtype)
+    run(x).float().square().sum().backward()
+    assert all(p.grad is None for p in matrices)
+    assert all(p.grad is not None for p in module.parameters() if p.ndim == 1)
+    found = [p.main_grad - 1 for p in matrices]
+    for p in module.parameters():
+        p.grad = None
+        if p.ndim == 2:
+            del p.main_grad
+    return found
+
+
+def wanted(module, x):
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    return torch.autograd.grad(module(x).float().square().sum(), matrices)
+
+
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's own, where its graph ends
+def test_gradients_of_modules_are_added_to_main_grad(name, compiled):
+    torch.manual_seed(0)
+    module, x = MAIN[name](), drawn(8, K)
+    exact = wanted(module, x)
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    for found, y in zip(added(module, x, run), exact, strict=True):
+        close(found, y)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_gradients_of_fp32_parameters_are_added_to_main_grad_under_autocast(name, dtype):
+    torch.manual_seed(0)
+    module, x = MODULES[name]().float(), torch.randn(8, K)
+    with torch.autocast("cpu", BF16):
+        exact = wanted(module, x)
+        for found, y in zip(added(module, x, module, dtype=dtype), exact, strict=True):
+            close(found, y)
+
+
+@pytest.mark.parametrize("major", ["row", "col"])
+def test_an_op_of_an_fp32_parameter_adds_to_main_grad_under_autocast(major):
+    w, x = nn.Parameter(torch.randn(K, HIDDEN)), torch.randn(8, K if major == "row" else HIDDEN)
+    w.main_grad = torch.zeros(K, HIDDEN)
+    with torch.autocast("cpu", BF16):
+        co.gemm(x, w if major == "row" else w.t()).sum().backward()
+    summed = x.sum(0)
+    close(w.main_grad, summed[:, None].expand(K, HIDDEN) if major == "row" else summed.expand(K, HIDDEN))
+    assert w.grad is None
+
+
+def test_a_whole_graph_has_no_main_grad():
+    torch._dynamo.reset()
+    module, x = MODULES["linear"](), drawn(8, K)
+    module.weight.main_grad = torch.zeros(K, K)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        close(compiled(x), module(x))
+    with pytest.raises(Exception, match="add_to_main_grad"):
+        compiled(x)
+
+
+def test_hooks_of_a_parameter_with_a_main_grad():
+    module, x, seen = MODULES["linear"](), drawn(8, K), []
+    module.weight.main_grad = torch.zeros(K, K)
+    module.weight.register_hook(seen.append)
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    module(x).sum().backward()
+    assert seen == [None, None]

@@ -1,0 +1,332 @@
+"""Patched models that others change: adapters, hooks, other forwards and classes, before the patch and after it."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from test_module_changes import Adapted, hooked, hooked_before, parametrized, pruned, replaced
+from test_patching import FOLDING, TOKENS, logits_of, model_of
+from torch import nn
+from torch.nn.modules import module as of_all
+from torch.nn.utils import parametrize
+
+import cutlass_ops as co
+from tests.sampling import in_turn
+
+BF16 = torch.bfloat16
+
+
+def adapted(parent, name):
+    torch.manual_seed(1)
+    layer = getattr(parent, name)
+    wrapper = Adapted(layer)
+    if type(layer).__name__ == "Conv1D":  # its weight is (K, N)
+        k, n = layer.weight.shape
+        wrapper.down, wrapper.up = nn.Linear(k, 4, bias=False, dtype=BF16), nn.Linear(4, n, bias=False, dtype=BF16)
+    setattr(parent, name, wrapper)
+
+
+def wrapped(parent, name):
+    """A wrapper without a weight."""
+    setattr(parent, name, nn.Sequential(getattr(parent, name), nn.Tanh()))
+
+
+CHANGES = [adapted, wrapped, hooked, hooked_before, replaced, pruned, parametrized]
+WITHIN = [("Llama", n) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+WITHIN += [("GPT2", n) for n in ("c_fc", "c_proj", "act")]
+
+
+def mlps(model):
+    layers = getattr(model, "model", None) or model.transformer
+    return [layer.mlp for layer in getattr(layers, "layers", None) or layers.h]
+
+
+def near(found, exact, allowed=0.03):
+    assert found.shape == exact.shape
+    assert (found - exact).norm() <= allowed * exact.norm()
+
+
+def louder(model):
+    """MLPs whose results weigh enough for a change to show."""
+    with torch.no_grad():
+        for mlp in mlps(model):
+            for p in mlp.parameters():
+                p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def step(model, parameters):
+    found = model(input_ids=TOKENS, labels=TOKENS)
+    return found.logits, torch.autograd.grad(found.loss, parameters)
+
+
+CASES = [
+    (name, within, change)
+    for name, within in WITHIN
+    for change in CHANGES
+    if not within.startswith("act") or change in (wrapped, hooked, hooked_before, replaced)
+]
+
+
+@pytest.mark.parametrize(("case", "first"), in_turn(CASES, ("patch", "change")))
+def test_what_is_inside_an_mlp_may_change(case, first):
+    name, within, change = case
+    plain = louder(model_of(name))
+    model, before = copy.deepcopy(plain), logits_of(plain)
+    for mlp in mlps(plain):
+        change(mlp, within)
+    if first == "patch":
+        co.patch(model)
+    for mlp in mlps(model):
+        change(mlp, within)
+    if first == "change":
+        co.patch(model)
+    parameters = [p for p in model.parameters() if p.ndim > 1]
+    d, found = step(model, parameters)
+    wanted, gradients = step(plain, [p for p in plain.parameters() if p.ndim > 1])
+    near(d, wanted)
+    assert (wanted - before).norm() > 0.05 * before.norm()  # so that what is ignored shows
+    for x, y in zip(found, gradients, strict=True):
+        near(x, y, 0.06)
+
+
+LAYERS = [
+    (within, change)
+    for within in ("mlp", "post_attention_layernorm", "self_attn.v_proj", "input_layernorm")
+    for change in (hooked, hooked_before, replaced, wrapped)
+]
+
+
+@pytest.mark.parametrize(("case", "first"), in_turn(LAYERS, ("patch", "change")))
+def test_what_is_inside_a_layer_may_change(case, first):
+    within, change = case
+    plain = louder(model_of("Llama"))
+    model, before = copy.deepcopy(plain), logits_of(plain)
+    inside, _, name = within.rpartition(".")
+    if first == "patch":
+        co.patch(model, fold_norms=True)
+    for each in (plain, model):
+        for layer in each.model.layers:
+            change(layer.get_submodule(inside), name)
+    if first == "change":
+        co.patch(model, fold_norms=True)
+    wanted = logits_of(plain)
+    near(logits_of(model), wanted)
+    near(model(TOKENS).logits, wanted)
+    assert (wanted - before).norm() > 0.05 * before.norm()
+
+
+def test_a_hook_of_an_mlp_sees_what_it_gives():
+    plain, seen = model_of("Llama"), []
+    model = copy.deepcopy(plain)
+    co.patch(model)
+    for each in (plain, model):
+        each.model.layers[0].mlp.register_forward_hook(lambda module, x, d: seen.append(d))
+        logits_of(each)
+    near(seen[1], seen[0])
+
+
+def test_hooks_of_an_attention_see_what_it_gets():
+    plain, seen = model_of("Llama"), []
+    model = copy.deepcopy(plain)
+    co.patch(model, fold_norms=True)
+    for each in (plain, model):
+        attention = each.model.layers[0].self_attn
+        attention.register_forward_pre_hook(lambda m, args, named: seen.append(named), with_kwargs=True)
+        logits_of(each)
+    near(seen[1]["hidden_states"], seen[0]["hidden_states"])
+    assert "projected" not in seen[1]
+
+
+def test_hooks_of_all_modules_see_what_is_inside():
+    model, seen = model_of("Llama"), []
+    co.patch(model, fold_norms=True)
+    hook = of_all.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        logits_of(model)
+    finally:
+        hook.remove()
+    layer = model.model.layers[0]
+    assert {layer.mlp.up_proj, layer.self_attn.q_proj, layer.input_layernorm, layer.mlp.act_fn} <= set(seen)
+
+
+# ---- Forwards of others ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("within", ["model.layers.0.mlp", "model.layers.0", "lm_head"])
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_forward_that_was_replaced_is_kept(within, of_class, monkeypatch):
+    model, called = model_of("Llama"), []
+    module = model.get_submodule(within)
+    before = type(module).forward
+
+    def forward(self, *args, **named):
+        called.append(self)
+        return before(self, *args, **named)
+
+    if of_class:
+        monkeypatch.setattr(type(module), "forward", forward)
+    else:
+        module.forward = forward.__get__(module)
+    wanted = logits_of(model)
+    said = "its class's forward was replaced" if of_class else "its forward was replaced"
+    assert co.patch(model).kept[within] == said
+    called.clear()
+    near(logits_of(model), wanted)
+    assert module in called
+
+
+@pytest.mark.parametrize("name", FOLDING)
+def test_a_layer_takes_arguments_by_position(name):
+    plain = model_of(name)
+    model = copy.deepcopy(plain)
+    co.patch(model, fold_norms=True)
+    x, positions = torch.randn(2, 12, 64).to(BF16), torch.arange(12)[None]
+    embeddings = plain.model.rotary_emb(x, positions)
+    theirs, layer = plain.model.layers[0], model.model.layers[0]
+    wanted = theirs(x, None, positions, None, False, embeddings)
+    for found in (
+        layer(x, None, positions, None, False, embeddings),
+        layer(hidden_states=x, position_ids=positions, position_embeddings=embeddings),
+    ):
+        near(found, wanted)
+    with torch.no_grad():
+        near(layer(x, None, positions, None, False, embeddings), wanted)
+    with pytest.raises(TypeError, match="forward got attention_mask by position and by name"):
+        layer(x, None, attention_mask=None)
+    with pytest.raises(TypeError, match="forward takes 6 arguments by position: 8 were given"):
+        layer(x, None, None, None, None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_names_and_signatures_stay(name):
+    plain = model_of(name)
+    model = copy.deepcopy(plain)
+    found = co.patch(model)
+    for (where, theirs), mine in zip(plain.named_modules(), model.modules(), strict=True):
+        assert type(mine).__name__ == type(theirs).__name__
+        assert isinstance(mine, type(theirs))
+        assert inspect.signature(mine.forward) == inspect.signature(theirs.forward)
+        assert (type(mine) is type(theirs)) == (where not in found.replaced)
+    assert "bias=False, fused)" in repr(model.lm_head)
+
+
+# ---- Operands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fold_norms", [False, True])
+def test_a_patched_model_keeps_some_logits(fold_norms):
+    model = model_of("Llama")
+    wanted = logits_of(model, logits_to_keep=3)
+    co.patch(model, fold_norms=fold_norms)
+    near(logits_of(model, logits_to_keep=3), wanted)
+    x = torch.randn(12, 2, 64).to(BF16).transpose(0, 1)
+    embeddings = model.model.rotary_emb(x, torch.arange(12)[None])
+    with torch.no_grad():
+        found, exact = (model.model.layers[0](v, position_embeddings=embeddings) for v in (x, x.contiguous()))
+    near(found, exact)
+
+
+def test_a_patched_image_model_takes_permuted_inputs():
+    model = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Unflatten(0, (-1, 1)), nn.Linear(16, 8)).to(BF16)
+    model[2] = _Turned()
+    x = torch.randn(2, 3, 16, 16).to(BF16)
+    wanted = model(x)
+    co.patch(model)
+    near(model(x), wanted)
+
+
+class _Turned(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+# ---- Folded norms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_folded_model_follows_an_optimizer(fused):
+    model = model_of("Qwen2")
+    co.patch(model, fold_norms=True)
+    first = logits_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02, fused=fused)
+    for _ in range(4):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = logits_of(model)
+    assert (found - first).norm() > 0.1 * first.norm()
+    co.unpatch(model)
+    near(found, logits_of(model), 0.05)
+
+
+def test_a_folded_model_is_folded_again():
+    model = model_of("Llama")
+    co.patch(model, fold_norms=True)
+    logits_of(model)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.mul_(2.0)
+        layer.self_attn.v_proj.weight.data.mul_(-2.0)
+    assert co.nn.fold_norms(model) == 2
+    found = logits_of(model)
+    co.unpatch(model)
+    near(found, logits_of(model))
+
+
+@pytest.mark.parametrize("bias", ["added", "removed"])
+def test_biases_of_projections_may_change(bias):
+    model = model_of("Qwen2" if bias == "removed" else "Llama")
+    co.patch(model, fold_norms=True)
+    logits_of(model)
+    for layer in model.model.layers:
+        for each in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            each.bias = None if bias == "removed" else nn.Parameter(torch.randn(len(each.weight)).to(BF16))
+            found = logits_of(model)
+    co.unpatch(model)
+    near(found, logits_of(model))
+
+
+def test_parameters_of_inference_mode_are_not_folded():
+    with torch.inference_mode():
+        model = model_of("Llama")
+        found = co.patch(model, fold_norms=True)
+        assert "made in torch.inference_mode()" in found.kept["model.layers.0.self_attn"]
+        assert found.replaced["model.layers.0"]
+
+
+# ---- Patch and unpatch -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_patch_says_what_is_fused():
+    model = model_of("Qwen3")
+    first = co.patch(model, fold_norms=True)
+    again = co.patch(model, fold_norms=True)
+    assert again.replaced == {}
+    assert again.already == first.replaced
+    assert again.kept == first.kept
+    assert str(again).startswith("fused already:\n  2 x Qwen3DecoderLayer: ")
+
+
+def test_a_class_that_came_later_is_not_lost():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)).to(BF16)
+    co.patch(model)
+    parametrized(model, "1")
+    x = torch.randn(4, 16).to(BF16)
+    wanted = model(x)
+    with pytest.raises(ValueError, match=r"^1 has had another class since it was patched"):
+        co.unpatch(model)
+    near(model(x), wanted)
+    near(copy.deepcopy(model)(x), wanted)
+    with pytest.raises(RuntimeError, match="parametrized"):
+        pickle.dumps(model)
+    parametrize.remove_parametrizations(model[1], "weight")
+    assert co.unpatch(model) == 2
+    assert type(model[1]) is nn.Linear
+    near(model(x), wanted)
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match=r"^model is a str: pass a torch\.nn\.Module"):
+        co.unpatch("model")
