@@ -43,32 +43,33 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
     name : str
         Name of the device for the message, if known.
     """
+    advice = _without_wgmma(signature, device)
+    if not advice and arch.target_for(device.capability, wgmma=False) is not None:
+        from cutlass_ops.kinds import legality
+
+        advice = legality.why_unserved(signature, device.capability)
+    return arch.unserved(what, device.capability, name, advice)
+
+
+def _without_wgmma(signature: OpSignature, device: Device) -> str:
+    """Return what to do about a signature that only kernels of wgmma serve, on a device without it; or nothing."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    advice = ""
+    if device.has_wgmma:
+        return ""
     if signature.form == GROUPED:
-        advice = "groups of rows need wgmma, which sm_90 alone has: call gemm for each expert's rows"
-        if device.has_wgmma and signature.epilogue.products:
-            advice = (
-                "with a Product, weights (E, N, K) are passed as w.mT, N is a multiple of 8, and the epilogue reads no "
-                "(M, N) tile and stores D alone"
-            )
-    elif signature.form == RAGGED_K:
-        advice = "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
-    elif mma is not None and not mma.shapes and not device.has_wgmma:
-        advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
-    elif mma is not None and mma.k_major_only and signature.realigns and not device.has_wgmma:
-        advice = (
+        return "groups of rows need wgmma, which sm_90 alone has: call gemm for each expert's rows"
+    if signature.form == RAGGED_K:
+        return "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
+    if mma is not None and not mma.shapes:
+        return "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
+    if mma is not None and mma.k_major_only and signature.realigns:
+        return (
             f"{signature.a.dtype} is read along K only, from lines at multiples of 16 bytes, and copied to such lines "
             "on sm_90 alone: pass a row-major a and prepare(b).matrix, with K a multiple of 16"
         )
-    elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
-        advice = "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
-    elif signature.epilogue.quantized is not None:
-        advice = (
-            "an epilogue that quantises D reads at most one (M, N) tile, with lines at multiples of 16 bytes, and "
-            "stores no other"
-        )
-    return arch.unserved(what, device.capability, name, advice)
+    if any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
+        return "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,19 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
+from cutlass_ops.base import arch
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.mma import mma_of
+from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.common import COMMON, VALUES
+from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.rules import AnyConfig, Broken, Rule
+from cutlass_ops.kinds.sm80.kind import SM80
+from cutlass_ops.kinds.sm90.kind import SM90
 from cutlass_ops.kinds.table import kind_of
 
 
@@ -102,6 +109,32 @@ def require_legal(spec: KernelSpec) -> None:
     if violations:
         reasons = "\n".join(f"  {v}" for v in violations)
         raise ConfigError(f"the declaration is illegal for {spec.target}:\n{reasons}")
+
+
+# One of so many candidates is asked: there are tens of thousands, and a few hundred differ in every field.
+_STEP = 97
+
+
+def why_unserved(signature: OpSignature, capability: tuple[int, int]) -> str:
+    """Return which rules a signature breaks with every configuration, in their own words; empty if it breaks none.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        What no kernel serves.
+    capability : tuple of int
+        Compute capability of the device: the rules are those of its newest kind of kernels for the types and the form.
+    """
+    mma, wgmma = mma_of(signature.a.dtype, signature.b.dtype), arch.target_for(capability, wgmma=True) is not None
+    kinds = (k for k in ((SM90, SM80) if wgmma else (SM80,)) if mma and k.multiplies(mma) and signature.form in k.forms)
+    kind: Kind[Any] | None = next(kinds, None)
+    if kind is None:
+        return ""
+    asked = (signature.spec(c, c.target_on(capability)) for c in islice(kind.candidates(signature), 0, None, _STEP))
+    broken = [(spec, [name for name, _ in _broken(spec)]) for spec in asked]
+    always = set.intersection(*(set(names) for _, names in broken))
+    nearest, _ = min(broken, key=lambda each: len(each[1]))  # its own fields break the least
+    return "; ".join(v.message for v in check(nearest) if v.rule in always)
 
 
 def _broken(spec: KernelSpec) -> Iterator[tuple[str, str | Broken]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops.base.dtypes import FP8, f64, i8, i32
 from cutlass_ops.base.mma import MmaSpec, mma_of
-from cutlass_ops.declare.form import DENSE, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue import doubles, integers
 from cutlass_ops.epilogue.graph import Graph
@@ -94,10 +94,15 @@ def beside_each_other(spec: KernelSpec) -> bool:
     return spec.b.major == "col" and (spec.b.aligned or mma is None or not mma.wgmma_k_major_only)
 
 
+def serves(spec: KernelSpec) -> bool:
+    """Return whether some kind of kernels can be legal for a spec, at any number of rows. It agrees with the rules."""
+    return spec.epilogue.is_pointwise or sm90_serves(spec) or sm80_serves(spec)
+
+
 def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if spec.epilogue.is_pointwise:
+    if spec.epilogue.is_pointwise or spec.form not in (DENSE, BATCHED):
         return False
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
@@ -118,7 +123,9 @@ def sm90_serves(spec: KernelSpec) -> bool:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if spec.epilogue.is_pointwise:
         return False
-    if mma is None or not by_wgmma(mma) or (any(copied(spec.a, spec.b)) and not mma.copyable):
+    if mma is None or not by_wgmma(mma):
+        return False
+    if any(copied(spec.a, spec.b)) and not (mma.copyable and spec.form == DENSE):
         return False
     if spec.epilogue.gathered and not takes_means(mma):
         return False

@@ -6,13 +6,17 @@ All of it stays on the device. Nothing waits for a value, so a captured graph ma
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.run import reference, watching
+from cutlass_ops.run.results import operand_strides
+from cutlass_ops.run.tensors import require_same_device
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, t.torch_name) for t in FP8)
 # Names of torch.nn.functional.ScalingType.
@@ -21,6 +25,7 @@ Scaling = Literal["delayed", "current", "static"]
 Algorithm = Literal["max", "most_recent"]
 # Its reciprocal is a finite FP32 number, and it is no denormal one, which some instructions take for 0.
 _LEAST = torch.finfo(torch.float32).tiny
+_MOST_MARGIN = 64
 
 
 class Quantized(NamedTuple):
@@ -29,7 +34,7 @@ class Quantized(NamedTuple):
     Attributes
     ----------
     data : Tensor
-        In FP8, of the tensor's shape.
+        In FP8, of the tensor's shape, with lines padded to 16 bytes.
     scale : Tensor
         FP32: without dimensions, or one for each row.
     """
@@ -65,17 +70,23 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: float = 0.0) -> Tensor:
     Returns
     -------
     Tensor
-        FP32, of the same shape: amax / largest * 2**margin. It is 1 where amax is 0, infinite or NaN, and no denormal
-        number elsewhere.
+        FP32, of the same shape: amax / largest * 2**margin. It is 1 where amax is 0, infinite or NaN. Elsewhere neither
+        it nor its reciprocal is infinite or denormal.
     """
     amax = amax.float()
-    scale = (amax * (2.0**margin / torch.finfo(dtype).max)).clamp(min=_LEAST)
+    scale = (amax * (2.0**margin / torch.finfo(dtype).max)).clamp(_LEAST, 1 / _LEAST)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
 
 
 def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x / scale in FP8, rounded as kernels do: by the scale's reciprocal, in FP32, saturating."""
-    return reference.rounded(x.float() * scale.reciprocal(), dtype)
+    """Return x / scale in FP8, rounded as kernels do: by the scale's reciprocal, in FP32, saturating.
+
+    Lines begin at multiples of 16 bytes, so that a GEMM takes the result.
+    """
+    found = reference.rounded(x.float() * scale.reciprocal(), dtype)
+    if not x.ndim or x.shape[-1] % arch.TMA_ALIGNMENT_BYTES == 0:
+        return found
+    return x.new_empty_strided(x.shape, operand_strides(x.shape), dtype=dtype).copy_(found)
 
 
 class Fp8State(torch.nn.Module):
@@ -170,6 +181,8 @@ class Fp8State(torch.nn.Module):
             raise ValueError(f"algorithm is {algorithm!r}: use {' or '.join(map(repr, get_args(Algorithm)))}")
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f"history is {history!r}: pass the number of passes to keep, 1 or more")
+        if not -_MOST_MARGIN <= margin <= _MOST_MARGIN:
+            raise ValueError(f"margin is {margin}: pass powers of two, from {-_MOST_MARGIN} to {_MOST_MARGIN}")
         self.recipe, self.dtype, self.margin, self.algorithm = name, dtype, float(margin), algorithm
         self.scaling = scaling
         if name == "TensorWise":
@@ -196,7 +209,8 @@ class Fp8State(torch.nn.Module):
     def record(self, amax: Tensor) -> None:
         """Note greatest absolute values of this pass. Several calls in a pass add up to their greatest.
 
-        Nothing happens with static scaling. Infinities and NaN are left out, so that one of them does not undo a scale.
+        Nothing happens with static scaling. Signs do not count. Infinities and NaN are left out, so that one of them
+        does not undo a scale.
 
         Parameters
         ----------
@@ -219,7 +233,8 @@ class Fp8State(torch.nn.Module):
         self._require_kept("record")
         if self.scaling == "static" or not amax.numel():
             return
-        known = amax.detach().float()
+        require_same_device("amax", amax, self.history, "the state")
+        known = amax.detach().abs().float()
         known = torch.where(known.isfinite(), known, torch.zeros_like(known)).amax()
         self.history[0].copy_(torch.maximum(self.history[0], known))
 
@@ -288,14 +303,21 @@ class Fp8State(torch.nn.Module):
             )
         if amax is not None:
             _require_floats("amax", amax)
+            require_same_device("amax", amax, x, "x")
         with torch.no_grad():
             return self._of_rows(x, amax) if self.recipe == "RowWise" else self._of_tensor(x, amax)
 
     def _of_rows(self, x: Tensor, amax: Tensor | None) -> Quantized:
         if not x.ndim:
             raise ValueError("x has no dimensions, and so no rows: use the recipe 'TensorWise'")
-        rows = _greatest(x, -1) if amax is None else amax.reshape(x.shape[:-1])
-        scale = scale_of(rows, self.dtype, self.margin)
+        rows = tuple(x.shape[:-1])
+        if amax is not None and tuple(amax.shape) not in (rows, (*rows, 1), (prod(rows),)):
+            raise ValueError(
+                f"amax has shape {tuple(amax.shape)}: with the recipe 'RowWise' it must have shape {rows}, a value for "
+                "each row of x"
+            )
+        greatest = _greatest(x, -1) if amax is None else amax.reshape(rows).abs()
+        scale = scale_of(greatest, self.dtype, self.margin)
         return Quantized(divided(x, scale.unsqueeze(-1), self.dtype), scale)
 
     def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantized:
@@ -304,6 +326,7 @@ class Fp8State(torch.nn.Module):
         if amax is not None and self.scaling == "current":
             scale = scale_of(_greatest(amax), self.dtype, self.margin)
             return Quantized(divided(x, scale, self.dtype), scale)
+        require_same_device("x", x, self.scale, "the state")
         found = Quantized(divided(x, self.scale, self.dtype), self.scale)
         if amax is not None:
             self.record(amax)

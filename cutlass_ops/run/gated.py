@@ -53,6 +53,11 @@ def _prepare_swiglu(
     after = () if scale_out is None else (scale_out,)
     if not any(given):
         return swiglu_op(norm, None, quantise, amax), (x, gate, *values, up, *after)
+    if isinstance(scale_a, Tensor) and scaled.has_blocks(x, scale_a):
+        raise ValueError(
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and gemm_swiglu takes one for each "
+            "row: call scaled_gemm for each weight, the second time with an epilogue that multiplies by the gate"
+        )
     vectors = scaled.is_vector(scale_a), scaled.is_vector(scale_b), scaled.is_vector(scale_up)
     return swiglu_op(norm, vectors, quantise, amax), (x, gate, scale_a, scale_b, *values, scale_up, up, *after)
 

@@ -14,7 +14,7 @@ from cutlass_ops.run import groups, traced
 from cutlass_ops.run.grouped import GroupedOp, MaskedOp, masked_op_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.requests import prepared_by
-from cutlass_ops.run.scaled import followed, scaling
+from cutlass_ops.run.scaled import followed, is_vector, same_along_k, scaling
 
 
 @traced.remembered
@@ -69,7 +69,8 @@ def scaled_masked_op(
 def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
     """Whether the scales are those of blocks: of x with its dimensions, of w with its three.
 
-    (T, 1) may be scales of rows, as PyTorch has them: w's then say what they are.
+    (T, 1) and (E, 1, N) may be scales of rows and of columns, as PyTorch has them: the other operand's then say what
+    they are.
 
     Raises
     ------
@@ -82,18 +83,52 @@ def _are_of_blocks(x: Any, w: Any, scale_a: Any, scale_b: Any) -> bool:
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 3
     experts, k, n = w.shape
     steps = mma.blocks(k)
-    if fits_b and not fits_a:
+    of_a = fits_a and scale_a.shape[-1] != 1
+    of_b = fits_b and is_vector(scale_b) and tuple(scale_b.shape) != (experts, 1, n)
+    if of_b and not of_a and steps > 1 and tuple(scale_b.shape) == (experts, n, 1):
+        raise ValueError(
+            f"scale_b has shape {(experts, n, 1)}: scales of columns are {(experts, n)} or {(experts, 1, n)}, so pass "
+            "scale_b.mT"
+        )
+    if of_b and not fits_a:
         wanted = (*x.shape[:-1], steps)
         raise ValueError(
             f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of x: "
-            f"pass {wanted} as well. The same scale along K takes no copy, as in scale_a[..., None].expand{wanted}"
+            f"pass {wanted} as well. The same scale along K is {same_along_k('scale_a', scale_a, wanted, 'x')}"
         )
-    if fits_a and not fits_b and scale_a.shape[-1] != 1:
+    if of_a and not fits_b:
+        wanted = (experts, n, steps)
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of w: "
-            f"pass {(experts, mma.blocks(n), steps)} or {(experts, n, steps)} as well"
+            f"pass {(experts, mma.blocks(n), steps)} or {wanted} as well. The same scale along K is "
+            + same_along_k("scale_b", scale_b, wanted, "w")
         )
-    return fits_a and fits_b
+    # As in `scaled`: of extents that a program leaves open, the answers above are no bools.
+    if of_a or of_b:  # noqa: SIM103
+        return True
+    return False
+
+
+def _of_columns(scale: Any, w: Any) -> Any:
+    """Return w's scales of columns in the shape of a Row: (N,), or (E, N). Others are returned as they are.
+
+    Raises
+    ------
+    ValueError
+        If there is one for each expert, which nothing but the caller tells from one for each column.
+    """
+    if not (isinstance(scale, Tensor) and isinstance(w, Tensor) and w.ndim == 3 and is_vector(scale)):
+        return scale
+    (experts, _, n), shape = w.shape, tuple(scale.shape)
+    if shape == (experts,):
+        both = f", or scale_b[None] for one for each of {n} columns" if n == experts else ""
+        raise ValueError(
+            f"scale_b has shape {shape}, and w has {experts} experts: pass scale_b[:, None].repeat(1, {n}) for a scale "
+            f"for each expert{both}"
+        )
+    if shape == (1, n):
+        return scale.squeeze(0)
+    return scale.squeeze(1) if shape == (experts, 1, n) else scale
 
 
 def _prepared(
@@ -101,6 +136,7 @@ def _prepared(
 ) -> tuple[Op, tuple[Any, ...]]:
     """Return an op with scales like those that are given, and its arguments."""
     rows, columns, blocks = scaling(scale_a, scale_b, _are_of_blocks(x, w, scale_a, scale_b))
+    scale_b = scale_b if blocks else _of_columns(scale_b, w)
     return make(rows, columns, epilogue, blocks, *given), (x, w, ends, scale_a, scale_b)
 
 
@@ -138,10 +174,11 @@ def scaled_grouped_gemm(
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end.
     scale_a : Tensor or float
-        Of x: a number or a tensor without dimensions, or (T,), one for each row. FP32, FP16 or BF16.
+        Of x: a number or a tensor of one element, or (T,), one for each row. FP32, FP16 or BF16.
         Or (T, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
-        Of w: a number or a tensor without dimensions, or (E, N), one for each column of each expert, or (N,).
+        Of w: a number or a tensor of one element, or (E, N) or (E, 1, N), one for each column of each expert, or (N,)
+        or (1, N), one for each column of all. (N,) only if there are not as many experts.
         With blocks of x, of blocks of w: (E, ceil(N / 128), ceil(K / 128)), one for each 128x128, or
         (E, N, ceil(K / 128)), one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
@@ -166,9 +203,7 @@ def scaled_grouped_gemm(
     Examples
     --------
     >>> x, weights = torch.randn(6, 32), torch.randn(2, 8, 32)  # (T, K), and (E, N, K)
-    >>> scale_a, scale_b = (t.abs().amax(-1) / 448 for t in (x, weights))
-    >>> a = (x / scale_a[:, None]).to(torch.float8_e4m3fn)
-    >>> b = (weights / scale_b[..., None]).to(torch.float8_e4m3fn)
+    >>> (a, scale_a), (b, scale_b) = (co.quantize(t, "e4m3", block=None) for t in (x, weights))
     >>> offsets = torch.tensor([2, 6], dtype=torch.int32)
     >>> d = co.scaled_grouped_gemm(a, b.mT, offsets, scale_a, scale_b)
     >>> d.dtype, d.shape
@@ -213,10 +248,10 @@ def scaled_grouped_gemm_masked(
     counts : Tensor
         (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
     scale_a : Tensor or float
-        Of x: a number or a tensor without dimensions, or (E, M), one for each row. FP32, FP16 or BF16.
+        Of x: a number or a tensor of one element, or (E, M), one for each row. FP32, FP16 or BF16.
         Or (E, M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
-        Of w: a number or a tensor without dimensions, or (E, N), one for each column of each group, or (N,).
+        Of w: a number or a tensor of one element, or one for each column, as for :func:`scaled_grouped_gemm`.
         With blocks of x, of blocks of w as for :func:`scaled_grouped_gemm`.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own.
@@ -240,9 +275,7 @@ def scaled_grouped_gemm_masked(
     Examples
     --------
     >>> x, weights = torch.randn(2, 4, 32), torch.randn(2, 8, 32)  # (E, M, K), and (E, N, K)
-    >>> scale_a, scale_b = (t.abs().amax(-1) / 448 for t in (x, weights))  # (E, M), and (E, N)
-    >>> a = (x / scale_a[..., None]).to(torch.float8_e4m3fn)
-    >>> b = (weights / scale_b[..., None]).to(torch.float8_e4m3fn)
+    >>> (a, scale_a), (b, scale_b) = (co.quantize(t, "e4m3", block=None) for t in (x, weights))  # (E, M), and (E, N)
     >>> counts = torch.tensor([4, 1], dtype=torch.int32)
     >>> d = co.scaled_grouped_gemm_masked(a, b.mT, counts, scale_a, scale_b)
     >>> d.dtype, d.shape
@@ -250,5 +283,6 @@ def scaled_grouped_gemm_masked(
     >>> bool((d[0] - x[0] @ weights[0].t()).norm() < 0.1 * d[0].norm())
     True
     """
-    op, arguments = _prepared(scaled_masked_op, x, w, counts, scale_a, scale_b, epilogue, expected_rows)
+    rows = groups.settled(expected_rows)
+    op, arguments = _prepared(scaled_masked_op, x, w, counts, scale_a, scale_b, epilogue, rows)
     return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)

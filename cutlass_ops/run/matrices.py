@@ -104,3 +104,26 @@ def as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
         if extent > 1:
             addresses = math.gcd(addresses, stride * dtype.bytes)
     return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
+
+
+def aligning(name: str, tensor: Tensor, inner: int, pad: str) -> str:
+    """Return what to do with a matrix whose lines do not begin at multiples of 16 bytes, for messages.
+
+    Padding helps if lines are too long by a part of these. A copy helps if they are whole: they lie too far apart, or
+    the first one has another address.
+
+    Parameters
+    ----------
+    name : str
+        The matrix.
+    tensor : Tensor
+        It, with its last two dimensions.
+    inner : int
+        The dimension that lines lie along, 0 or 1.
+    pad : str
+        What to pad.
+    """
+    step = arch.TMA_ALIGNMENT_BYTES // tensor.element_size()
+    if tensor.shape[inner - 2] % step:
+        return f"{pad} with zeros to a multiple of {step}"
+    return f"call {name}.clone(), whose lines do"

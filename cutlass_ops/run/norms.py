@@ -56,7 +56,7 @@ def _prepare_rms(
     math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("rmsnorm_gemm", math)
-    matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
+    matrix, scale_b = weights.matrix_of(w, gamma, "w"), scaled.scale_of_weight(w, x, scale_a, scale_b)
     # Nearly all calls have no scales: asking twice takes less than calling.
     quantise = quantise_by(scale_out, amax, out, out_dtype) if scale_out is not None or amax else None
     norm, values = rms_values(x, eps, rstd, scale_a)
@@ -120,7 +120,7 @@ def rmsnorm_gemm(
         Of x and of w, as for :func:`cutlass_ops.scaled_gemm`; both or none, and with `rstd`. A weight that was prepared
         in FP8 has its own.
     scale_out : Tensor or float, optional
-        What the result is divided by: a number, a tensor without dimensions, or one for each row, (...). The result is
+        What the result is divided by: a number, a tensor of one element, or one for each row, (...). The result is
         in FP8, which `out_dtype` or `out` names.
     amax : bool
         Whether the greatest absolute value of each row, before `scale_out`, is an output too: ``amax``, (...), FP32.
@@ -193,14 +193,14 @@ def _prepare_residual(
     gamma: Tensor | None,
     scale_out: Tensor | float | None,
     amax: bool,
-    quantized_dtype: torch.dtype,
+    quantized_dtype: torch.dtype | None,
     out: Any,
     inputs: dict[str, Any],
     math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
     require_tensor("a", a)
     _check_math("gemm_residual_rms", math)
-    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    matrix, scale_b = weights.matrix_of(b, None, "b"), scaled.scale_of_weight(b, a, scale_a, scale_b)
     dtype = casting.autocast_dtype(a)
     a, matrix = casting.autocast_to(dtype, a), casting.autocast_to(dtype, matrix)
     scales = scaled.scales_of(a, matrix, scale_a, scale_b)
@@ -212,12 +212,28 @@ def _prepare_residual(
             what = "gamma is" if gamma is not None else "amax=True asks for what is"
             raise TypeError(f"{what} of the copy in FP8: pass scale_out=, which divides it")
         return residual_rms_op(a.dtype, epilogue, scales), (a, matrix, *factors)
-    fp8.require_dtype("quantized_dtype", quantized_dtype)
+    quantized_dtype = _dtype_of_copy(quantized_dtype, out)
     inputs["scale_out"] = scale_out
     if gamma is not None:
         inputs["gamma"] = gamma
     copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantized_dtype).name
     return _residual_op(_stream_dtype(a.dtype), epilogue, scales, copy), (a, matrix, *factors)
+
+
+def _dtype_of_copy(dtype: torch.dtype | None, out: Any) -> torch.dtype:
+    """Return the type to which a copy in FP8 is rounded: the one in which it is stored, so that it is rounded once."""
+    if dtype is not None:
+        fp8.require_dtype("quantized_dtype", dtype)
+    given = out.get("quantized") if isinstance(out, Mapping) else None
+    if given is None:
+        return dtype or fp8.DTYPES[0]
+    name = "out['quantized']"
+    require_tensor(name, given)
+    found: torch.dtype = given.dtype
+    fp8.require_dtype(name, found)
+    if dtype not in (None, found):
+        raise TypeError(f"{name} is {found}, and quantized_dtype asks for {dtype}: omit quantized_dtype")
+    return found
 
 
 def _check_y(out: Any, a: Tensor) -> None:
@@ -256,7 +272,7 @@ def gemm_residual_rms(
     gamma: Tensor | None = None,
     scale_out: Tensor | float | None = None,
     amax: bool = False,
-    quantized_dtype: torch.dtype = torch.float8_e4m3fn,
+    quantized_dtype: torch.dtype | None = None,
     out: Any = None,
     math: Math | None = None,
     **inputs: Any,
@@ -288,12 +304,13 @@ def gemm_residual_rms(
     gamma : Tensor, optional
         (N,): the next norm's, which the copy in FP8 is multiplied by. Without it, prepare the next weight with gamma.
     scale_out : Tensor or float, optional
-        What the copy in FP8 is divided by: a number, a tensor without dimensions, or one for each row, (..., M).
+        What the copy in FP8 is divided by: a number, a tensor of one element, or one for each row, (..., M).
         Without it there is no copy.
     amax : bool
         Whether to give the greatest absolute value of each row of y · gamma, for delayed scaling.
-    quantized_dtype : torch.dtype
-        The copy's: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    quantized_dtype : torch.dtype, optional
+        The copy's: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; by default that of ``out["quantized"]``, else
+        ``torch.float8_e4m3fn``.
     out : Tensor or mapping of str to Tensor, optional
         Where to write y, of a's dtype, or BF16 if that is FP8. It may be the residual. Or the outputs by name: ``d``,
         ``row_sum_square``, ``quantized`` and ``amax``.
@@ -382,6 +399,8 @@ def _prepare_layer(
     inputs: Mapping[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("layernorm_gemm", inputs.get("math"), ())
+    if isinstance(w, PreparedWeight):
+        raise TypeError("w is prepared, and not for a layer norm: pass prepare_layernorm(weight, gamma, beta)")
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
@@ -503,6 +522,12 @@ def _composed(
         _check_follower(name, epilogue.name, after, scales is not None)
         graph, doc = graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}"
     if quantise is not None:
+        if len(graph.outputs) > 1:
+            assert epilogue is not None
+            raise ValueError(
+                f"{epilogue.name} has outputs besides D, {', '.join(o.name for o in graph.outputs[1:])}, and "
+                "scale_out= and amax= are of an epilogue that gives D alone: write them into the epilogue"
+            )
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
     return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
 

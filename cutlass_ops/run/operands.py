@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cutlass_ops.base import mma
+from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import FP8, DType, f32, f64
 from cutlass_ops.declare.form import BATCHED, DENSE, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
@@ -22,7 +22,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.run import batches
 from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes, repeats
-from cutlass_ops.run.matrices import MAJORS, as_major
+from cutlass_ops.run.matrices import MAJORS, aligning, as_major
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 
@@ -127,26 +127,23 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
         return MAJORS[::-1]
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         element = element_type(name, tensor)
-        lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
+        lines, by_prepare = as_major(tensor, along_k, element), ""
+        if name != "a" and element in FP8 and arguments.form == DENSE:
+            by_prepare = f", or pass prepare({name}).matrix, a copy made once"
         if lines is None:
             once = "pass weight.t() of a contiguous weight (N, K)"
             if arguments.form == BATCHED:
                 once = "pass weights.mT of contiguous weights (..., N, K)"
-            once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
-            instead = "pass a row-major matrix" if name == "a" else once
+            instead = "pass a row-major matrix" if name == "a" else once + by_prepare
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
                 f"only: {instead}"
             )
         if not lines.operand.aligned and 0 not in arguments.problem.extents:
             raise ValueError(
-                f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
-                f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
-                + (
-                    ""
-                    if name == "a" or not by_prepare
-                    else f", or pass prepare({name}).matrix, whose lines are longer than K"
-                )
+                f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements, with strides "
+                f"{tensor.stride()} and storage offset {tensor.storage_offset()}, do not begin at multiples of "
+                f"{arch.TMA_ALIGNMENT_BYTES} bytes: {aligning(name, tensor, along_k, 'pad K of a and b')}{by_prepare}"
             )
     return ("col",)
 

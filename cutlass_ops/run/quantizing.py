@@ -26,8 +26,15 @@ from cutlass_ops.run import matrices, reference, watching
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.outputs import check_scales
 from cutlass_ops.run.registry import Registry
-from cutlass_ops.run.results import FP8, Outputs, contiguous, scale_strides
-from cutlass_ops.run.tensors import element_type, fold, overlap, require_memory, require_tensor
+from cutlass_ops.run.results import FP8, Outputs, contiguous, operand_strides, scale_strides
+from cutlass_ops.run.tensors import (
+    element_type,
+    fold,
+    overlap,
+    refuse_differentiated,
+    require_memory,
+    require_tensor,
+)
 
 _NAMES = ("d", D_SCALE)
 
@@ -58,8 +65,9 @@ def quantize(
     Returns
     -------
     named tuple of Tensor
-        ``d``, (..., M, N) in FP8, and ``d_scale`` in FP32: (..., M, ceil(N / 128)), M-major with lines padded to 16
-        bytes, or (..., M) for rows. :func:`cutlass_ops.scaled_gemm` takes both as `a` and `scale_a`.
+        ``d``, (..., M, N) in FP8, with lines padded to 16 bytes, and ``d_scale`` in FP32: (..., M, ceil(N / 128)),
+        M-major with lines padded as well, or (..., M) for rows. :func:`cutlass_ops.scaled_gemm` takes both as `a` and
+        `scale_a`.
 
     Raises
     ------
@@ -102,12 +110,17 @@ def _given(out: object) -> dict[str, Tensor | None]:
     unknown = sorted(set(out) - set(_NAMES))
     if unknown:
         raise ValueError(f"out names {', '.join(map(str, unknown))}: the outputs are {', '.join(_NAMES)}")
+    for name, given in out.items():
+        refuse_differentiated(f"out[{name!r}]", given)
     return {name: out.get(name) for name in _NAMES}
 
 
 def _by_operator(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tensor | None]) -> Outputs:
     if watching.is_differentiated(x):
         raise ValueError(_NO_GRADIENT)
+    if not torch.compiler.is_dynamo_compiling():  # it would wrap the error in one of its own
+        _check(x)
+        _check_given(x, dtype, block, given)
     if all(each is None for each in given.values()):
         return Outputs(_NAMES, torch.ops.cutlass_ops.quantize(x, dtype, block))
     d, scale = _results(x, dtype, block, given)
@@ -136,7 +149,7 @@ def _layouts(x: Tensor, dtype: str, block: int | None) -> tuple[_Layout, _Layout
     *batch, n = x.shape
     shape = tuple(batch) if block is None else (*batch, -(-n // block))
     strides = contiguous(shape) if block is None else scale_strides(shape)
-    return _Layout(tuple(x.shape), contiguous(x.shape), FP8[dtype]), _Layout(shape, strides, torch.float32)
+    return _Layout(tuple(x.shape), operand_strides(x.shape), FP8[dtype]), _Layout(shape, strides, torch.float32)
 
 
 def _results(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -151,9 +164,11 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise a tensor with memory of its own."""
     _check(x)
-    for (name, each), wanted in zip(given.items(), _layouts(x, dtype.name, block), strict=True):
+    require_memory("x", x)
+    _check_given(x, dtype.name, block, given)
+    for name, each in given.items():
         if each is not None:
-            _check_out(name, each, wanted, x)
+            require_memory(f"out[{name!r}]", each)
     d, scale = _results(x, dtype.name, block, given)
     for name, each, others in ((_NAMES[0], d, (x,)), (_NAMES[1], scale, (x, d))):
         if given[name] is not None and any(overlap(each, other) for other in others):
@@ -172,7 +187,6 @@ def _check(x: Tensor) -> None:
     element_type("x", x, READ)
     if x.ndim < 1:
         raise ValueError("x has no dimensions: pass a tensor (..., M, N), whose rows are quantised")
-    require_memory("x", x)
     if x.is_neg():
         raise ValueError("x is a lazy negation: pass x.resolve_neg()")
     flat = fold("x", x, (math.prod(x.shape[:-1]), x.shape[-1]))
@@ -183,10 +197,15 @@ def _check(x: Tensor) -> None:
         )
 
 
+def _check_given(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tensor | None]) -> None:
+    for (name, each), wanted in zip(given.items(), _layouts(x, dtype, block), strict=True):
+        if each is not None:
+            _check_out(name, each, wanted, x)
+
+
 def _check_out(name: str, given: Any, wanted: _Layout, x: Tensor) -> None:
     name = f"out[{name!r}]"
     require_tensor(name, given)
-    require_memory(name, given)
     if given.dtype != wanted.dtype:
         raise TypeError(f"{name} is {given.dtype}: it must be {wanted.dtype}")
     if given.shape != wanted.shape or given.device != x.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from cutlass_ops.base import mma
 from cutlass_ops.base.mma import Math
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import traced, weights
+from cutlass_ops.run import scalars, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import PreparedWeight
@@ -27,7 +29,7 @@ def _prepare_scaled(
     scale_b: Tensor | float | None,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    matrix, scale_b = weights.matrix_of(b, None, "b"), scale_of_weight(b, a, scale_a, scale_b)
     if scale_b is None:
         raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, 1.0 if there is no scale")
     rows, columns, blocks = scaling(scale_a, scale_b, _are_of_blocks(a, matrix, scale_a, scale_b))
@@ -65,11 +67,12 @@ def scaled_gemm(
         :func:`cutlass_ops.prepare`. INT8, FP16 or BF16 if a is. Or (..., K, N), a GEMM for each batch, as in
         :func:`cutlass_ops.gemm`.
     scale_a : Tensor or float
-        Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
-        Or (..., M, ceil(K / 128)), one for each 1x128, if b has no batches: FP32, with any strides.
+        Of a: a number or a tensor of one element, or (..., M), one for each row. FP32, FP16 or BF16.
+        Or (..., M, ceil(K / 128)), one for each 1x128, if b has no batches: FP32, with any strides. Leading dimensions
+        may be folded into M.
     scale_b : Tensor or float, optional
-        Of b: a number or a tensor without dimensions, or (N,), one for each column, or (..., N) with batches. FP32,
-        FP16 or BF16. A weight that was prepared in FP8 has its own.
+        Of b: a number or a tensor of one element, or (N,), one for each column, or (..., N) with batches. FP32, FP16
+        or BF16. A weight that was prepared in FP8 has its own.
         With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
         one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
@@ -103,8 +106,7 @@ def scaled_gemm(
     Examples
     --------
     >>> x, weight = torch.randn(4, 32), torch.randn(8, 32)
-    >>> scale_a, scale_b = (t.abs().amax(1) / 448 for t in (x, weight))
-    >>> a, b = (x / scale_a[:, None]).to(torch.float8_e4m3fn), (weight / scale_b[:, None]).to(torch.float8_e4m3fn)
+    >>> (a, scale_a), (b, scale_b) = (co.quantize(t, "e4m3", block=None) for t in (x, weight))
     >>> d = co.scaled_gemm(a, b.t(), scale_a, scale_b)
     >>> d.dtype, d.shape
     (torch.bfloat16, torch.Size([4, 8]))
@@ -123,12 +125,45 @@ def scaled_gemm(
     torch.Size([4, 384])
     """
     op, arguments = _prepare_scaled(a, b, scale_a, scale_b, epilogue)
+    if inputs:
+        _refuse_of_pytorch(inputs, op.names)
     return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
+# Arguments of torch._scaled_mm, and what stands for them here.
+_OF_PYTORCH = {
+    "bias": "pass an epilogue= that returns acc + bias, of an input bias: co.Row",
+    "scale_result": "pass an epilogue= that multiplies by its reciprocal, and out_dtype=torch.float8_e4m3fn",
+    "use_fast_accum": "pass math='fast' or math='promoted'",
+}
+
+
+def _refuse_of_pytorch(inputs: dict[str, Any], names: Sequence[str]) -> None:
+    for name, instead in _OF_PYTORCH.items():
+        if name in inputs and name not in names:
+            raise TypeError(f"{name} is unknown to scaled_gemm, unlike to torch._scaled_mm: {instead}")
+
+
 def is_vector(scale: object) -> bool:
-    """Whether a scale is one for each row or column."""
-    return isinstance(scale, Tensor) and scale.ndim > 0
+    """Whether a scale is one for each row or column. A tensor of one element is a number, as PyTorch has it."""
+    return isinstance(scale, Tensor) and scale.ndim > 0 and not scalars.has_one_element(scale)
+
+
+def scale_of_weight(
+    w: Tensor | PreparedWeight, a: Any, scale_a: Any, given: Tensor | float | None
+) -> Tensor | float | None:
+    """Return scale_b: the given one, or a prepared weight's. Of that, each block of a column has the column's.
+
+    Raises
+    ------
+    TypeError
+        If there are two.
+    """
+    found = weights.weight_scale(w, given, "scale_b")
+    if given is None and isinstance(w, PreparedWeight) and isinstance(found, Tensor) and has_blocks(a, scale_a):
+        k, n = w.matrix.shape
+        return found[:, None].expand(n, mma.blocks(k))
+    return found
 
 
 def scaling(scale_a: object, scale_b: object, blocks: bool) -> tuple[bool, bool, bool]:
@@ -167,33 +202,58 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     ValueError
         If blocks of one operand have scales and blocks of the other have none.
     """
-    if not any(isinstance(scale, Tensor) and scale.ndim > 1 for scale in (scale_a, scale_b)):
+    if not any(isinstance(scale, Tensor) and scale.ndim > 1 and is_vector(scale) for scale in (scale_a, scale_b)):
         return False
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 1 and b.ndim > 1):
         return False  # refused later
     if b.ndim > 2:
         rank = max(a.ndim, b.ndim)
         pairs = ((scale_a, -1), (scale_b, -2))
-        return any(isinstance(x, Tensor) and x.ndim == rank and x.shape[dim] != 1 for x, dim in pairs)
+        return any(is_vector(x) and x.ndim == rank and x.shape[dim] != 1 for x, dim in pairs)
     (k, n), batch = b.shape, tuple(a.shape[:-1])
-    fits_a = isinstance(scale_a, Tensor) and scale_a.ndim == a.ndim
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
-    of_a = fits_a and scale_a.shape[-1] != 1
-    of_b = fits_b and tuple(scale_b.shape) != (1, n)
+    of_a, of_b = has_blocks(a, scale_a), fits_b and is_vector(scale_b) and tuple(scale_b.shape) != (1, n)
     steps = mma.blocks(k)
     if of_a and not fits_b:
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "
-            f"pass ({mma.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
-            f"in scale_b[:, None].expand({n}, {steps})"
+            f"pass ({mma.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K is "
+            + same_along_k("scale_b", scale_b, (n, steps), "b")
         )
-    if of_b and not fits_a:
+    if of_b and not of_a and steps > 1 and tuple(scale_b.shape) == (n, 1):
+        raise ValueError(f"scale_b has shape {(n, 1)}: scales of columns are {(n,)} or {(1, n)}, so pass scale_b.t()")
+    if of_b and not _fits_blocks(a, scale_a):
         raise ValueError(
             f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of a: "
-            f"pass {(*batch, steps)} as well. The same scale along K takes no copy, as in "
-            f"scale_a[..., None].expand{(*batch, steps)}"
+            f"pass {(*batch, steps)} as well. The same scale along K is "
+            + same_along_k("scale_a", scale_a, (*batch, steps), "a")
         )
-    return of_a or of_b
+    # Of extents that a program leaves open, the answers above are no bools, and `scaled_op` remembers by these.
+    if of_a or of_b:  # noqa: SIM103
+        return True
+    return False
+
+
+def _fits_blocks(a: Tensor, scale: Any) -> bool:
+    """Whether a scale has as many dimensions as those of blocks of a have, or as those of a in two dimensions."""
+    if not isinstance(scale, Tensor):
+        return False
+    batch, shape = tuple(a.shape[:-1]), tuple(scale.shape)
+    if len(shape) == 2 and shape == batch and shape[1] != 1:
+        return False  # a scale for each row of a batch
+    return len(shape) == a.ndim or (len(shape) == 2 and shape[0] == prod(batch))
+
+
+def has_blocks(a: Any, scale: Any) -> bool:
+    """Whether each row of a has several scales along K."""
+    return isinstance(a, Tensor) and a.ndim > 1 and _fits_blocks(a, scale) and scale.shape[-1] != 1
+
+
+def same_along_k(name: str, scale: object, shape: tuple[int, ...], operand: str) -> str:
+    """Return how a user writes scales of blocks of an operand that are the same along K, for messages."""
+    if not isinstance(scale, Tensor):
+        return f"torch.full({shape}, {name}, device={operand}.device)"
+    return f"{name}{'[..., None]' if is_vector(scale) else ''}.expand{shape}, which takes no copy"
 
 
 @traced.remembered

@@ -44,7 +44,7 @@ def require_tensor(name: str, value: Any) -> None:
         If it is not one. The message says what to do.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}{_instead(name, value)}")
     if value.is_nested:
         raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
     if value.layout != torch.strided:
@@ -54,6 +54,14 @@ def require_tensor(name: str, value: Any) -> None:
             f"{name} has a tangent, and cutlass_ops has no forward-mode differentiation: pass "
             f"torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
+
+
+def _instead(name: str, value: Any) -> str:
+    """Return what to pass instead of a prepared weight, for messages."""
+    if not isinstance(getattr(value, "matrix", None), Tensor):
+        return ""
+    scale = f" and, as a Row of the epilogue, {name}.scale" if getattr(value, "scale", None) is not None else ""
+    return f": pass {name}.matrix{scale}, or call the function whose weight it was prepared to be"
 
 
 def refuse_differentiated(name: str, value: Any) -> None:

@@ -71,6 +71,8 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     for name, value in (("w", w), ("gamma", gamma)):
         refuse_differentiated(name, value)
     require_tensor("w", w)
+    if w.ndim != 2:
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must be (K, N), so prepare weights of batches one by one")
     if w.dtype in _READ_ALONG_K:
         if gamma is not None or dtype not in (None, w.dtype):
             what = "gamma" if gamma is not None else "another dtype"
@@ -134,6 +136,8 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
     TypeError, ValueError
         If gamma is given twice, or does not fit.
     """
+    if isinstance(w, PreparedLayerNormWeight):
+        raise TypeError(f"{name} is prepared for a layer norm: pass prepare(weight, gamma), or call layernorm_gemm")
     if isinstance(w, PreparedWeight):
         if gamma is not None:
             already = "already contains gamma: leave gamma out" if w.folded else "without gamma: pass gamma to prepare"

@@ -331,7 +331,6 @@ def test_scales_that_are_not_usual(call, scale):
 
 OTHERS = {
     "rows": ((torch.ones(40), 1.0), {}, ValueError, r"^scale_a has shape \(40,\): as a Col .*\(48,\)"),
-    "one row": ((torch.ones(1), 1.0), {}, ValueError, r"^scale_a has shape \(1,\)"),
     "columns": ((1.0, torch.ones(48)), {}, ValueError, r"^scale_b has shape \(48,\): as a Row"),
     "blocks": ((torch.ones(48, 2), 1.0), {}, ValueError, r"^scale_a has shape \(48, 2\)"),
     "dtype": ((torch.ones(48).double(), 1.0), {}, TypeError, r"^scale_a is torch.float64: use"),

@@ -305,9 +305,11 @@ def test_shapes_that_pytorch_has_for_rows_and_columns_stay_those():
 
 ONES = torch.ones
 WRONG_CALLS = {
-    "of a alone": ((ONES(48, 2), 1.0), ValueError, r"^scale_a has shape \(48, 2\).*scale_b\[:, None\].expand\(40, 2\)"),
-    "of a, columns": ((ONES(48, 2), ONES(40)), ValueError, r"pass \(1, 2\) or \(40, 2\) as well"),
-    "of b alone": ((1.0, ONES(1, 2)), ValueError, r"^scale_b has shape \(1, 2\).*scale_a\[..., None\].expand\(48, 2\)"),
+    "of a alone": ((ONES(48, 2), 1.0), ValueError, r"^scale_a has shape \(48, 2\).*torch.full\(\(40, 2\), scale_b,"),
+    "of a, one": ((ONES(48, 2), ONES(())), ValueError, r"is scale_b.expand\(40, 2\)"),
+    "of a, columns": ((ONES(48, 2), ONES(40)), ValueError, r"pass \(1, 2\) or .* scale_b\[..., None\].expand\(40, 2\)"),
+    "of b alone": ((1.0, ONES(1, 2)), ValueError, r"^scale_b has shape \(1, 2\).*torch.full\(\(48, 2\), scale_a, dev"),
+    "of b, rows": ((ONES(48), ONES(1, 2)), ValueError, r"scale_a\[..., None\].expand\(48, 2\)"),
     "steps": ((ONES(48, 3), ONES(1, 2)), ValueError, r"^scale_a has shape \(48, 3\): with M=48.* \(48, 2\)"),
     "rows of b": ((ONES(48, 2), ONES(2, 2)), ValueError, r"^scale_b has shape \(2, 2\): .* \(1, 2\), .* or \(40, 2\)"),
     "transposed": ((ONES(2, 48), ONES(1, 2)), ValueError, r"It looks transposed: pass scale_a.t\(\)"),

@@ -333,7 +333,7 @@ def test_a_row_major_weight_in_fp8_is_transposed_once(k):
     x = torch.zeros(M, 64, dtype=E4M3)
     x[:, :k] = torch.randn(M, k).to(E4M3)
     x = x[:, :k]
-    with pytest.raises(ValueError, match=r"^b is .* along K only.* prepare\(b\)\.matrix, which transposes it once"):
+    with pytest.raises(ValueError, match=r"^b is .* along K only.* prepare\(b\)\.matrix, a copy made once"):
         co.scaled_gemm(x, w, 1.0, 1.0)
     found = co.prepare(w)
     assert (found.scale, found.folded) == (None, False)
@@ -568,7 +568,7 @@ REFUSED = {
     ),
     "blocks and two weights": (
         lambda: co.gemm_swiglu(X, W, W, scale_a=torch.ones(M, 2), scale_b=1.0, scale_up=1.0), ValueError,
-        r"^scale_a has shape \(24, 2\): as a Col",
+        r"^scale_a has shape \(24, 2\), as scales of blocks do, and gemm_swiglu takes one for each row",
     ),
     "a product after scales": (
         lambda: co.rmsnorm_gemm(X, W, **NORMED, epilogue=gate, up=W), ValueError, "^gate has the product up, which has",
@@ -609,8 +609,8 @@ REFUSED = {
         lambda: co.gemm_residual_rms(TILE.float(), W.float(), TILE, eps=EPS), TypeError, "^a is torch.float32: gemm_r",
     ),
     "further outputs and a scale of the result": (
-        lambda: co.rmsnorm_gemm(TILE, TILE.t(), eps=EPS, epilogue=saved, scale_out=1.0, out_dtype=E4M3), ConfigError,
-        "has D as its only output",
+        lambda: co.rmsnorm_gemm(TILE, TILE.t(), eps=EPS, epilogue=saved, scale_out=1.0, out_dtype=E4M3), ValueError,
+        "^saved has outputs besides D, pre, and scale_out= and amax= are of an epilogue that gives D alone",
     ),
     "a name": (
         lambda: co.rmsnorm_gemm(TILE, TILE.t(), eps=EPS, epilogue=named), ValueError, "^named has an input scale_out",

@@ -285,3 +285,46 @@ ERRORS = {
 def test_errors_say_what_to_do(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+# ---- What is refused, and what does not count ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("margin", [float("nan"), 200, -65, 2000])
+def test_a_margin_is_a_number_of_powers_that_a_scale_has(margin):
+    with pytest.raises(ValueError, match=r"^margin is .*: pass powers of two, from -64 to 64"):
+        co.Fp8State(margin=margin)
+
+
+@pytest.mark.parametrize("margin", [-64, 0, 64])
+@pytest.mark.parametrize("amax", [1e-45, 1.0, 3e38])
+def test_a_scale_and_its_reciprocal_are_normal_numbers(margin, amax):
+    scale = fp8.scale_of(torch.tensor(amax), torch.float8_e4m3fn, margin)
+    tiny = torch.finfo(torch.float32).tiny
+    assert tiny <= scale.item() < float("inf")
+    assert tiny <= scale.reciprocal().item() < float("inf")
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 2), (2, 4, 2), (1,), ()])
+def test_greatest_values_of_rows_are_those_of_all_rows(shape):
+    state, x = co.Fp8State("RowWise", scaling="current"), torch.randn(2, 4, 16)
+    with pytest.raises(ValueError, match=r"^amax has shape .*: with the recipe 'RowWise' it must have shape \(2, 4\)"):
+        state.quantize(x, torch.ones(shape))
+    for right in ((2, 4), (2, 4, 1), (8,)):
+        assert torch.equal(state.quantize(x, torch.full(right, -448.0)).scale, torch.ones(2, 4))
+
+
+def test_the_sign_of_a_greatest_value_does_not_count():
+    state = co.Fp8State()
+    state.record(torch.tensor([-448.0, 3.0]))
+    assert state.history[0].item() == 448.0
+
+
+def test_all_of_it_is_on_one_device():
+    state, x = co.Fp8State(), torch.ones(2, 16)
+    with pytest.raises(ValueError, match=r"^amax is on meta and the state is on cpu"):
+        state.record(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"^amax is on meta and x is on cpu"):
+        state.quantize(x, torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"^x is on meta and the state is on cpu"):
+        state.quantize(x.to("meta"))

@@ -386,7 +386,7 @@ ERRORS = {
     "gamma elsewhere": (lambda: co.rmsnorm_gemm(X, W, GAMMA.to("meta"), eps=EPS), ValueError, "^gamma is on meta"),
     "gamma twice": (lambda: co.rmsnorm_gemm(X, co.prepare(W, GAMMA), GAMMA, eps=EPS), TypeError, "^w is prepared and"),
     "a weight (N, K)": (lambda: co.rmsnorm_gemm(X, W.t(), eps=EPS), ValueError, r"pass b\.t\(\) .*b is w"),
-    "a prepared weight without its norm": (lambda: co.gemm(X, co.prepare(W, GAMMA)), TypeError, "not PreparedWeight$"),
+    "a prepared weight without its norm": (lambda: co.gemm(X, co.prepare(W, GAMMA)), TypeError, "pass b.matrix, or"),
     "prepare of FP32": (lambda: co.prepare(W.float(), GAMMA), TypeError, r"^w is torch\.float32"),
     "prepare with a gradient": (
         lambda: co.prepare(W, torch.nn.Parameter(GAMMA)), ValueError, "^gamma requires grad.*no_grad",

@@ -473,9 +473,15 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
             tuple(whole),
         )
     if not beside_each_other(spec):
-        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use {spec.b.dtype}.col"
+        yield (
+            f"{where}, which lies beside b's K along each line: b is {spec.b}; use {spec.b.dtype}.col, a transposed "
+            "weight (N, K)"
+        )
     if not plain_epilogue(spec) or not d_alone(spec) or source_name(spec) is not None:
-        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
+        yield (
+            f"{where}: the epilogue may read no tile and give D alone, with lines at multiples of 16 bytes; use two "
+            "GEMMs"
+        )
     tile = config.threadblock
     if swapped(spec):
         step = 2 * arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
@@ -550,8 +556,8 @@ def _quantized(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     where = f"the epilogue quantises d in blocks of 1x{BLOCK_K}"
     if not plain_epilogue(spec) or spec.d.major != "row":
         yield (
-            f"{where}, and d is {spec.d}: use a row-major d with 16 bytes of alignment, and at most one (M, N) tile to "
-            "read, aligned as well"
+            f"{where}, and d is {spec.d}: use a row-major d with lines at multiples of 16 bytes, at most one (M, N) "
+            "tile to read, with such lines as well, and none besides d to write"
         )
     if swapped(spec):
         yield Broken(f"{where}, which a kernel that computes D^T has across its warps", ({"swap_ab": False},))
