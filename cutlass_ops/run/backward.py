@@ -264,13 +264,16 @@ class Step:
         else:
             for name in expression.products:
                 values[name] = self.product(self.a, values[name])
-            graph = as_epilogue(self.in_tiles(expression))
+            tiles = self.in_tiles(expression)
+            graph = as_epilogue(tiles)
             # Such as one of too many outputs, or in FP64 one with reductions.
             if graph is None or self.called.why_not(graph, self.a.dtype) is not None:
                 acc = self.product(self.a, self.b, self.wide)
                 results = self._elementwise(expression, acc, values)
             else:
-                listed = self.run(graph, self.a, self.b, *values.values())
+                # What is added up afterwards is not rounded before.
+                later = tiles is not expression and any(o.reduce is not None for o in expression.outputs)
+                listed = self.run(graph, self.a, self.b, *values.values(), dtype=self.wide if later else None)
                 results = self.summed(expression, dict(zip((o.name for o in graph.outputs), listed, strict=True)))
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
         leaves |= {leaf: results[output] for leaf, output in found.found.items()}

@@ -47,10 +47,11 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     rank = max(map(len, shapes))
     found = []
     for extents in zip(*((1,) * (rank - len(shape)) + shape for shape in shapes), strict=True):
-        several = {extent for extent in extents if extent != 1}
-        if len(several) > 1:
+        # By comparisons alone: an extent that torch.compile does not know has no hash.
+        extent = next((each for each in extents if each != 1), 1)
+        if any(each not in (1, extent) for each in extents):
             return None
-        found.append(several.pop() if several else 1)
+        found.append(extent)
     return tuple(found)
 
 
@@ -62,9 +63,8 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
     kind : Kind
         A row, a column or a tile.
     value : Tensor
-        Of the shape `own`, perhaps with leading dimensions that broadcast to those of the batches. A row may have an
-        extent of 1 before N and a column one after M, as PyTorch would broadcast them. A tile may have 1 for M or N; it
-        is copied then.
+        Of the shape `own`, perhaps with leading dimensions that broadcast to those of the batches. A row with 1 before
+        N, or a column with 1 after M, is what PyTorch would broadcast. A tile may have 1 for M or N; it is copied then.
     shape : tuple of int
         The dimensions of batches.
     own : tuple of int
@@ -91,11 +91,21 @@ def is_copied(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int,
 
 def without_ones(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
     """Return an input without the extent of 1 by which PyTorch would broadcast it: see :func:`spread`."""
-    if kind is Kind.ROW and value.ndim > 1 and value.shape[-2] == 1 and _fits(tuple(value.shape[:-2]), shape):
+    if value.ndim > 1 and kind is Kind.ROW and value.shape[-2] == 1:
         return value.squeeze(-2)
-    if kind is Kind.COL and value.ndim > 1 and tuple(value.shape[-2:]) == (*own, 1):
-        return value.squeeze(-1)
-    return value
+    if value.ndim < 2 or kind is not Kind.COL or tuple(value.shape[-2:]) != (*own, 1):
+        return value
+    # With M = 1, either of the two last extents may be M: with all dimensions, it is the one before.
+    is_last = own == (1,) and value.ndim < len(shape) + 2 and _fits(tuple(value.shape[:-1]), shape)
+    return value if is_last else value.squeeze(-1)
+
+
+def is_ambiguous(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether a column of one row could be of one dimension of batches or of another, which are as large."""
+    if kind is not Kind.COL or own != (1,) or not 2 < value.ndim < len(shape) + 2 or value.shape[-1] != 1:
+        return False
+    readings = [tuple(value.shape[:-1]), tuple(value.shape[:-2])]
+    return value.shape[-2] == 1 and value.numel() > 1 and all(_fits(lead, shape) for lead in readings)
 
 
 def _repeats(value: Tensor, own: tuple[int, ...]) -> bool:

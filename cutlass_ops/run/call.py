@@ -86,7 +86,7 @@ class Call(NamedTuple):
     def results(self) -> list[Tensor]:
         """Return the outputs as the caller sees them."""
         return [
-            given if given is not None else flat.view(self.arguments.output_shape(output))
+            given if given is not None else _shaped(flat, self.arguments.output_shape(output))
             for output, given, flat in zip(self.graph.outputs, self.given, self.outputs, strict=True)
         ]
 
@@ -114,8 +114,8 @@ class Call(NamedTuple):
         for name, tensor in self.tensors():
             if name == "a" or name in tiles:
                 matrices.matrix(name, tensor, element_type(name, tensor))
+        _check_lines(self)  # first, for the advice about what is read along K only
         matrices.weights(self.arguments.b, _products(self), self.arguments.types[1])
-        _check_lines(self)
 
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
@@ -164,7 +164,8 @@ class Call(NamedTuple):
     def _groups(self) -> Iterator[Call]:
         """Yield a dense call for each group that has rows: it reads where they end."""
         arguments = self.arguments
-        if 0 in self.problem:
+        # On a GPU, nobody waits to be told where nothing ends.
+        if 0 in self.problem and arguments.a.device.type != "cpu":
             return
         inputs = {i.name: (i.kind, arguments.inputs[i.name]) for i in self.graph.inputs}
         for expert, (rows, size) in enumerate(groups.rows_of_each(arguments)):
@@ -178,7 +179,7 @@ class Call(NamedTuple):
                     return value[expert] if value.ndim > 1 else value
                 return value[rows]
 
-            if not size:
+            if not size or 0 in self.problem:
                 continue
             own = {name: of_group(kind, value) for name, (kind, value) in inputs.items()}
             problem = self.problem._replace(m=size, count=1)
@@ -194,8 +195,9 @@ class Call(NamedTuple):
         if 0 in (problem.m, problem.n):
             return
         own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
-        # Without any K, nobody has to ask where it ends.
-        every = groups.ends(offsets, problem.k) if problem.k else itertools.repeat(slice(0, 0), problem.count)
+        # Without any K, nobody has to wait on a GPU to be told where it ends.
+        asks = problem.k or offsets.device.type == "cpu"
+        every = groups.ends(offsets, problem.k) if asks else itertools.repeat(slice(0, 0), problem.count)
         for at, rows in enumerate(every):
             inputs = {
                 name: value[at] if isinstance(value, Tensor) and value.ndim > own[name] else value
@@ -213,6 +215,11 @@ class Call(NamedTuple):
         return batches.why_apart(self.graph) if self.arguments.form == BATCHED else None
 
 
+def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a new tensor in another shape, but no view of it, which autograd would let nobody change in place."""
+    return flat if flat.shape == shape else torch.ops.aten._unsafe_view(flat, shape)
+
+
 def check_call(
     graph: Graph,
     a: Any,
@@ -223,7 +230,7 @@ def check_call(
     spec: KernelSpec | None = None,
     offsets: Any = None,
     math: mma.Math | None = None,
-    form: Form = GROUPED,
+    form: Form = DENSE,
 ) -> Call:
     """Check a call's arguments and allocate missing outputs.
 
@@ -246,7 +253,7 @@ def check_call(
     TypeError, ValueError
         If an argument does not fit. The message names it.
     """
-    if offsets is None:
+    if not form.operands:
         arguments = operands.check_arguments(graph, a, b, inputs, math)
     elif form == RAGGED_K:
         arguments = groups.check_arguments_of_k(graph, a, b, offsets, inputs)
@@ -539,7 +546,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
     form = arguments.form.of_kernels
-    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), form)
+    found = OpSignature(graph.of_kernels(), load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), form)
     return groups.read_by_registers(found) if form == GROUPED else found
 
 

@@ -230,8 +230,7 @@ def grouped_gemm(
         How sums of FP8 products are added up, as for :func:`gemm`.
     **inputs
         The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N);
-        Product (E, K, N), a further weight for each expert; Scalar a number or 0-d tensor; Integer an int or a 0-d
-        tensor.
+        Product (E, K, N), a further weight for each expert; Scalar a number or 0-d tensor.
 
     Returns
     -------
@@ -308,8 +307,7 @@ def grouped_gemm_masked(
         How sums of FP8 products are added up, as for :func:`gemm`.
     **inputs
         The epilogue's inputs by name: Row (E, N), a row for each group, or (N,) for all; Col (E, M); Tile (E, M, N);
-        Product (E, K, N), a further weight for each group; Scalar a number or 0-d tensor; Integer an int or a 0-d
-        tensor.
+        Product (E, K, N), a further weight for each group; Scalar a number or 0-d tensor.
 
     Returns
     -------
@@ -335,7 +333,8 @@ def grouped_gemm_masked(
     >>> d[..., 0].tolist()
     [[8.0, 0.0, 0.0], [8.0, 8.0, 8.0]]
     """
-    return masked_op(epilogue, expected_rows)(x, w, counts, out=out, out_dtype=out_dtype, math=math, **inputs)
+    op = masked_op(epilogue, groups.settled(expected_rows))
+    return op(x, w, counts, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
 def _transposed(x: Any) -> Any:
@@ -376,7 +375,7 @@ def grouped_gemm_wgrad(
         D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (K,) or Tile (K, N) for all experts, or with a first dimension of
-        E; Scalar a number or 0-d tensor; Integer an int or a 0-d tensor.
+        E; Scalar a number or 0-d tensor.
 
     Returns
     -------

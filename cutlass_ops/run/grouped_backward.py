@@ -7,7 +7,7 @@ device where groups end. Rows of no group have a gradient of 0: what a forward o
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.graph import expression as expression_of
-from cutlass_ops.epilogue.nodes import Kind, Node
+from cutlass_ops.epilogue.nodes import Kind, Node, Output
+from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Step, Values
 from cutlass_ops.run.portable import Portable
 
@@ -49,6 +50,39 @@ def require(called: Portable, b: Tensor) -> None:
         )
 
 
+def _tile(expression: Expression, output: Output, acc: Tensor | None, values: Values) -> Tensor | None:
+    """Return the tile that an output is, if it is one that is there."""
+    node = expression.nodes[output.node]
+    if node.op == "acc":
+        return acc
+    of_tile = node.op == "input" and any(i.name == node.attr and i.kind is Kind.TILE for i in expression.inputs)
+    return values[str(node.attr)] if of_tile else None
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    """Yield matrices that kernels multiply and whose sum is a matrix: of one in FP32, three in BF16, of 8 bits each."""
+    if x.dtype != torch.float32:
+        yield x
+        return
+    for _ in range(3):
+        part = x.to(torch.bfloat16)
+        yield part
+        # What is left of an infinity is nothing.
+        x = (x - part).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class _Last(torch.autograd.Function):
+    """What is computed from two matrices, and has no gradient: only who differentiates it is refused."""
+
+    @staticmethod
+    def forward(ctx, found, x, gradient):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx, *_):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+        raise NotImplementedError(traced.NO_SECOND_GRADIENT.format("an argument"))
+
+
 class GroupedStep(Step):
     """The backward of a call with groups of rows, each with a weight of its own."""
 
@@ -75,9 +109,16 @@ class GroupedStep(Step):
         return x.masked_fill(unused, 0)
 
     def sum_of_rows(self, x: Tensor) -> Tensor:
-        """Return the sum of each group's rows, (E, N), by the product with a matrix of ones."""
-        ones, op = self.a.new_ones(self.m, _ONES), self.called.of_weights(builtin.identity.graph)
-        return op.as_list(ones.mT, x.to(self.a.dtype), self.offsets, out_dtype=self.wide)[0][:, 0]
+        """Return the sum of each group's rows, (E, N), by products with a matrix of ones."""
+        sums = [self._of_rows(part.new_ones(self.m, _ONES), part, self.wide)[:, 0] for part in _parts(x)]
+        return functools.reduce(torch.add, sums)
+
+    def _of_rows(self, x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the product of each group's rows of two matrices, which no other backward may differentiate."""
+        op = self.called.of_weights(builtin.identity.graph)
+        with torch.no_grad():
+            (found,) = op.as_list(x.mT, gradient, self.offsets, out_dtype=dtype)
+        return _Last.apply(found, x, gradient) if torch.is_grad_enabled() else found  # type: ignore[no-untyped-call]
 
     def run(self, graph: Graph, a: Tensor, b: Tensor, *inputs: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Run the op of a graph for each group."""
@@ -104,8 +145,17 @@ class GroupedStep(Step):
         values = values | {name: values[name][self.expert] for name in apart}
         inputs = [i._replace(kind=Kind.TILE) if i.name in apart else i for i in expression.inputs]
         rows = {o.name for o in expression.outputs if o.kind is Kind.ROW}
+        # A tile that is there is added up as it is.
+        given = {
+            o.name: x
+            for o in expression.outputs
+            if o.name in rows and (x := _tile(expression, o, acc, values)) is not None
+        }
         outputs = [o._replace(kind=Kind.TILE, reduce=None) if o.name in rows else o for o in expression.outputs]
-        found = super()._elementwise(expression_of(inputs, expression.nodes, outputs), acc, values)
+        outputs = [o for o in outputs if o.name not in given]
+        found = {**given}
+        if outputs:
+            found |= super()._elementwise(expression_of(inputs, expression.nodes, outputs), acc, values)
         columns = {o.name for o in expression.outputs if o.kind is Kind.COL}
         found |= {name: self.used(x) for name, x in found.items() if name in columns}
         return found | {name: self.sum_of_rows(x) for name, x in found.items() if name in rows}
@@ -135,9 +185,8 @@ class GroupedStep(Step):
             op = self.called.of_weights(builtin.residual.graph)
             op(first.mT, second, self.offsets, total, out=total)
             return None
-        op = self.called.of_weights(builtin.identity.graph)
         # Of weights (E, N, K) passed as w.mT, the gradient is that of w, transposed.
         turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
         first, second = (gradient, self.a) if turned else (self.a, gradient)
-        (found,) = op.as_list(first.mT, second, self.offsets, out_dtype=weight.dtype)
+        found = self._of_rows(first, second, weight.dtype)
         return found.mT if turned else found

@@ -14,14 +14,14 @@ from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import FP8, bf16, f16
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.rows import nearest
+from cutlass_ops.declare.rows import FEW, ROWS, nearest
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches
 from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes, repeats
-from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
+from cutlass_ops.run.matrices import aligning, as_major, has_lines_along, matrix
 from cutlass_ops.run.operands import Arguments, multiplied, require_scalings, require_sums
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
@@ -33,6 +33,8 @@ FUNCTIONS = {
     MASKED.name: "grouped_gemm_masked",
     RAGGED_K.name: "grouped_gemm_wgrad",
 }
+# What these take by names that an epilogue's inputs may have elsewhere.
+_OWN = {GROUPED.name: ("x", "w"), MASKED.name: ("x", "w", "expected_rows"), RAGGED_K.name: ("x", "gradient")}
 
 # Where a group's rows are: in a tensor with all rows, or in one with a dimension of groups before that of rows.
 Place: TypeAlias = slice | tuple[int, slice]
@@ -49,9 +51,9 @@ def require(graph: Graph, form: Form = GROUPED) -> None:
     why = why_one_gemm(graph, form)
     if why:
         raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
-    taken = sorted(set(form.operands) & {i.name for i in graph.inputs})
+    name = FUNCTIONS[form.name]
+    taken = sorted({*form.operands, *_OWN[form.name]} & {i.name for i in graph.inputs})
     if taken:
-        name = FUNCTIONS[form.name]
         raise ValueError(f"the epilogue has an input {taken[0]}, and so has {name}: rename the input")
 
 
@@ -146,9 +148,11 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None
     _check_ends(of_form, ends)
     if ends.shape[0] != w.shape[0]:
         says = "where the rows of each end, as torch.cumsum(rows_of_each, 0) does"
+        name_of_first = f"{of_form}[1:]" if form == GROUPED and ends.shape[0] == w.shape[0] + 1 else ""
         raise ValueError(
             f"{of_form} has {ends.shape[0]} elements and w has {w.shape[0]} experts: it must say "
             + (says if form == GROUPED else "how many rows each has")
+            + (f". A first 0 is left out: pass {name_of_first}" if name_of_first else "")
         )
     require_same_device("w", w, x, "x")
     require_same_device(of_form, ends, x, "x")
@@ -156,6 +160,8 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None
 
 
 def _check_ends(name: str, ends: Tensor) -> None:
+    if ends.dtype == torch.bool:
+        raise TypeError(f"{name} is {ends.dtype}: pass numbers of rows, as torch.int32")
     if ends.dtype != torch.int32:
         raise TypeError(f"{name} is {ends.dtype}: pass {name}.int()")
     if ends.shape[0] > 1 and ends.stride(0) != 1:
@@ -213,19 +219,23 @@ def check_lines_of_k(arguments: Arguments) -> None:
         _check_rows(name, tensor, "pad them")
 
 
-def _check_rows(name: str, tensor: Tensor, pad: str) -> int:
-    """Return how many elements TMA's alignment has; refuse rows that it cannot read."""
-    rows, step = as_major(tensor, 1, element_type(name, tensor)), arch.TMA_ALIGNMENT_BYTES // tensor.element_size()
+def _check_rows(name: str, tensor: Tensor, pad: str) -> None:
+    """Refuse rows that TMA cannot read."""
+    rows = as_major(tensor, 1, element_type(name, tensor))
     if rows is None:
         raise ValueError(
             f"{name} has strides {tensor.stride()}, and groups are rows in memory: pass {name}.contiguous()"
         )
     if not rows.operand.aligned:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and its rows do not begin at "
-            f"multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: {pad} with zeros to a multiple of {step}"
-        )
-    return step
+        raise _misaligned(name, tensor, 1, pad)
+
+
+def _misaligned(name: str, tensor: Tensor, inner: int, pad: str) -> ValueError:
+    return ValueError(
+        f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and storage offset "
+        f"{tensor.storage_offset()}, and its lines do not begin at multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: "
+        + aligning(name, tensor, inner, pad)
+    )
 
 
 def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
@@ -251,6 +261,8 @@ def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> boo
             f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
             f"each expert, or {(n,)} for all"
         )
+    if n > 1 and value.stride(1) != 1:
+        raise ValueError(f"{declared.name} has strides {value.stride()}: call {declared.name}.contiguous() first")
     return True
 
 
@@ -264,19 +276,18 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
     """
     if 0 in arguments.problem:
         return
-    step = _check_rows("x", arguments.a, "pad K of x and w")
+    _check_rows("x", arguments.a, "pad K of x and w")
     for name, w in {"w": arguments.b, **products}.items():
         if element_type(name, w) in FP8 and as_major(w, 0, element_type(name, w)) is None:
             raise ValueError(
                 f"{name} is {w.dtype} and has strides {w.stride()}, and Tensor Cores read this type along K only: pass "
                 f"weights (E, N, K) as {name}.mT"
             )
-        if not matrix(name, w, element_type(name, w)).operand.aligned:
-            raise ValueError(
-                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
-                f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "
-                f"{step}"
-            )
+        lines = matrix(name, w, element_type(name, w)).operand
+        if not lines.aligned:
+            by_columns = lines.major == "col"
+            pad = "pad K of x and w" if by_columns else f"pass weights (E, N, K) as {name}.mT, or pad N"
+            raise _misaligned(name, w, 0 if by_columns else 1, pad)
 
 
 def ends(offsets: Tensor, rows: int) -> Iterator[slice]:
@@ -342,15 +353,38 @@ def expected(rows: int | None) -> int:
     TypeError
         If it is no int.
     ValueError
-        If it is below 1.
+        If it is below 0.
     """
     if rows is None:
         return 0
     if type(rows) is not int:
         raise TypeError(f"expected_rows is {rows!r}: pass an int, or omit it")
-    if rows < 1:
-        raise ValueError(f"expected_rows is {rows}: it must be at least 1")
-    return nearest(rows)
+    if rows < 0:
+        raise ValueError(f"expected_rows is {rows}: pass the rows that a group has on average, or omit it")
+    return nearest(rows)  # of 0, as a mean of few rows is when it is rounded down, 1
+
+
+def settled(rows: int | None) -> int | None:
+    """Return expected rows as a number that is known.
+
+    While PyTorch traces, it may be a symbol, and an op is made for one number. Comparisons settle which is the nearest.
+    """
+    if rows is None or not torch.compiler.is_dynamo_compiling():
+        return rows
+    low, high = 0, len(_NUMBERS_OF_ROWS) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if rows <= _NUMBERS_OF_ROWS[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    above: int = _NUMBERS_OF_ROWS[low]
+    below: int = _NUMBERS_OF_ROWS[low - 1] if low else above
+    return below if rows - below < above - rows else above
+
+
+# Below 0 is an error, which a trace raises as well.
+_NUMBERS_OF_ROWS = (-1, *range(FEW + 1), *(rows for rows in ROWS if rows > FEW))
 
 
 def read_by_registers(signature: OpSignature) -> OpSignature:

@@ -62,7 +62,10 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
             _refuse_rounded(declared.name, a)
             require_same_device(declared.name, found, a)
             return found
-        return scalars.number(declared.name, found)
+        number = scalars.number(declared.name, found)
+        if a.dtype != torch.float64:
+            scalars.require_fp32(declared.name, number)
+        return number
     if declared.kind is Kind.INTEGER:
         whole = _integer_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(whole, Tensor):
@@ -224,11 +227,19 @@ def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tup
     name, (*shape, m) = declared.name, leading
     require_same_device(name, value, a)
     own = own_shapes(m, n, a.shape[-1])[declared.kind]
+    if batches.is_ambiguous(declared.kind, value, tuple(shape), own):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, and with M = 1 it could be of two dimensions of the batches "
+            f"{tuple(shape)}: pass it with all of them, as {(*(1,) * (len(shape) - value.ndim + 1), *value.shape)}, or "
+            f"with an extent of 1 after M, as {(*(1,) * (len(shape) - value.ndim + 2), *value.shape)}"
+        )
     found = batches.spread(declared.kind, as_stored(value), tuple(shape), own)
     if found is None:
+        is_broadcast = declared.kind is Kind.ROW and value.ndim > 2 and value.shape[-2] == 1
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, "
             f"or {(*shape, *own)} for a result of shape {(*leading, n)}"
+            + (". With a 1 before N it is what PyTorch would broadcast" if is_broadcast else "")
         )
     if len(own) == 1 and found.shape[-1] > 1 and found.stride(-1) != 1:
         raise ValueError(f"{name} has stride {found.stride(-1)}: call {name}.contiguous() first")

@@ -120,6 +120,8 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+        if any(isinstance(g, Tensor) and watching.is_batched(g) for g in grads):
+            raise NotImplementedError(watching.NO_TRANSFORM)
         a, b, *tensors = saved_of(ctx)
         call, count = ctx.call, len(ctx.call.names)
         graph = call.called.graph

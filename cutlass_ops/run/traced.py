@@ -6,6 +6,7 @@ when the program runs. Ops are looked up during tracing and become constants of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.run import casting, portable, scalars, watching
+from cutlass_ops.run import casting, flops, portable, scalars, watching
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
+from cutlass_ops.run.tensors import require_tensor
 
 Made = TypeVar("Made", bound=Portable)
 
@@ -44,11 +46,12 @@ def is_recomputing() -> bool:
     return _CHOICE.recompute
 
 
-class recompute:  # noqa: N801 - it is used as a function
+class recompute(contextlib.ContextDecorator):  # noqa: N801 - it is used as a function
     """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
 
     By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
-    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory.
+    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory. It is a
+    decorator as well.
 
     Examples
     --------
@@ -60,12 +63,15 @@ class recompute:  # noqa: N801 - it is used as a function
     torch.Size([3, 8])
     """
 
+    def __init__(self) -> None:
+        self._before: list[bool] = []  # one object may be entered again before it is left
+
     def __enter__(self) -> None:
-        self._before = _CHOICE.recompute
+        self._before.append(_CHOICE.recompute)
         _CHOICE.recompute = True
 
     def __exit__(self, *_: object) -> None:
-        _CHOICE.recompute = self._before
+        _CHOICE.recompute = self._before.pop()
 
 
 class Traced:
@@ -212,6 +218,11 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     differentiated = watching.is_differentiated(a, b, *inputs)
+    if differentiated:  # that what should be a tensor is one, PyTorch would say in words of its own
+        for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
+            if name not in (*entry.scalars, *entry.integers):
+                require_tensor(name, value)
+    flops.count()
     if (
         differentiated
         or watching.is_watched()

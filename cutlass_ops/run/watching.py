@@ -84,6 +84,12 @@ def needs_operator(value: Any) -> bool:
     return others or torch._is_functional_tensor(value)
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether vmap made a tensor: that of torch.func, or the one by which autograd differentiates several results."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def refuse_others(name: str, value: Any) -> None:
     """Refuse a tensor that no operator can read.
 

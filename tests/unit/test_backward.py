@@ -484,9 +484,9 @@ def test_extents_of_0_and_1(extents, batch):
 def test_leading_dimensions_are_rows(name):
     torch.manual_seed(0)
     used = EPILOGUES[name]
-    a, b = torch.randn(2, 3, 16).to(BF16).requires_grad_(), torch.randn(16, 8).to(BF16).requires_grad_()
-    shapes = {Kind.ROW: (8,), Kind.PRODUCT: (16, 8)}
-    inputs = {i.name: torch.randn(shapes[i.kind]).to(BF16).requires_grad_() for i in used.inputs}
+    a, b = torch.randn(2, 3, 16).to(BF16).requires_grad_(), torch.randn(8, 16).to(BF16).t().requires_grad_()
+    drawn = {Kind.ROW: lambda: torch.randn(8), Kind.PRODUCT: lambda: torch.randn(8, 16).t()}
+    inputs = {i.name: drawn[i.kind]().to(BF16).requires_grad_() for i in used.inputs}
 
     def gradients(a):
         d = co.gemm(a, b, epilogue=used, **inputs)

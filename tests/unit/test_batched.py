@@ -191,7 +191,7 @@ def test_epilogues_that_concern_one_gemm_are_computed_batch_by_batch():
     close(found.of_columns, exact(a, b).amax(-2).float())
     found = requests.called(composed.rms_norm)(a, b, 1e-5)
     close(found, exact(torch.nn.functional.rms_norm(a.double(), (16,), eps=1e-5), b))
-    up = normal(3, 16, 8)
+    b, up = normal(3, 8, 16).mT, normal(3, 8, 16).mT
     found = requests.called(composed.swiglu)(a, b, up)
     close(found, torch.nn.functional.silu(exact(a, b)) * exact(a, up))
 

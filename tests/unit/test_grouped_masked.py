@@ -167,7 +167,7 @@ def wrong(**changes):
         ({"epilogue": builtin.bias, "bias": normal(3, 8)}, ValueError, "as a Row it must have shape (2, 8)"),
         ({"epilogue": builtin.residual, "residual": normal(4, 8)}, ValueError, "it must have shape (2, 4, 8)"),
         ({"epilogue": builtin.residual, "residual": normal(2, 8, 8)[:, :4]}, ValueError, "call residual.contiguous()"),
-        ({"expected_rows": 0}, ValueError, "expected_rows is 0: it must be at least 1"),
+        ({"expected_rows": -1}, ValueError, "expected_rows is -1: pass the rows"),
         ({"expected_rows": 2.0}, TypeError, "expected_rows is 2.0: pass an int, or omit it"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

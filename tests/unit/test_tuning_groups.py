@@ -102,7 +102,7 @@ def test_a_table_serves_calls(place, measured, monkeypatch):
     # Groups that follow each other, with about as many rows, and groups with room.
     x, w = torch.empty(64 * 16 + 5, 4096, device="meta"), torch.empty(64, 2048, 4096, device="meta")
     ends = torch.empty(64, dtype=torch.int32, device="meta")
-    call = check_call(builtin.identity.graph, x.bfloat16(), w.bfloat16().mT, {}, None, None, offsets=ends)
+    call = check_call(builtin.identity.graph, x.bfloat16(), w.bfloat16().mT, {}, None, None, offsets=ends, form=GROUPED)
     assert call.chosen_for == problem
     padded, op = torch.empty(64, 128, 4096, device="meta"), masked_op(None, 16)
     room = op.checked(padded.bfloat16(), w.bfloat16().mT, (ends,), {}, None, None)
@@ -198,8 +198,8 @@ def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, m
         (co.gemm, {"groups": 0}, "groups is 0: give a number of groups, 1 or more"),
         (co.gemm, {"groups": 4, "batches": 4}, "batches and groups are given"),
         (co.gemm, {"spreads": ("one",)}, "spreads say how rows are spread over groups: pass groups= as well"),
-        (co.gemm, {"groups": 4, "spreads": ("zipf",)}, "spreads has 'zipf': pass a sequence of some of 'equal'"),
-        (co.gemm, {"groups": 4, "spreads": "Zipf"}, "spreads has 'Zipf': pass a sequence of some of 'equal'"),
+        (co.gemm, {"groups": 4, "spreads": ("zap",)}, "'zap' is not a spread of rows: use some of equal"),
+        (co.gemm, {"groups": 4, "spreads": "Zipf"}, "spreads is 'Zipf': pass a sequence of names"),
         (co.gemm, {"groups": 4, "allow_fallback": True}, "PyTorch serves, and it serves none of groups"),
         (grouped_op(), {}, "grouped_gemm multiplies groups of rows: say how many, as groups=64"),
         (wgrad_op(), {}, "grouped_gemm_wgrad multiplies groups of rows: say how many, as groups=64"),

@@ -119,7 +119,7 @@ def wrong(**changes):
         ({"offsets": ends(4, 7)}, ValueError, "offsets[1] is 7, after 4, and x has 6 rows"),
         ({"x": normal(16, 6).t()}, ValueError, "groups are rows in memory: pass x.contiguous()"),
         ({"gradient": normal(8, 6).t()}, ValueError, "groups are rows in memory: pass gradient.contiguous()"),
-        ({"x": normal(6, 12)}, ValueError, "x has shape (6, 12) and strides (12, 1), and its rows do not begin at"),
+        ({"x": normal(6, 12)}, ValueError, "x has shape (6, 12), strides (12, 1) and storage offset 0, and its lines"),
         ({"gradient": normal(6, 9)}, ValueError, "pad them with zeros to a multiple of 8"),
         ({"out": normal(16, 8)}, ValueError, "out has shape (16, 8): it must have shape (2, 16, 8)"),
         ({"out": normal(1, 16, 8).expand(2, 16, 8)}, ValueError, "by which elements share memory"),

@@ -1,0 +1,39 @@
+"""What PyTorch's counter of operations, FlopCounterMode, is told about the operators."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cutlass_ops.declare.form import RAGGED_K
+from cutlass_ops.run import portable
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def count() -> None:
+    """Tell the counter, once it is there. Importing it would import Triton, which programs may not want."""
+    counter: Any = sys.modules.get(_COUNTER)
+    if counter is None or torch.ops.cutlass_ops.fused_gemm in counter.flop_registry:
+        return
+    counter.register_flop_formula([torch.ops.cutlass_ops.fused_gemm, torch.ops.cutlass_ops.fused_gemm_out])(of_call)
+
+
+def of_call(op: str, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the operations of a call's products, from A's and B's shapes: two for each multiplication.
+
+    What the epilogue computes does not count, as it does not for PyTorch's own operators. Of groups with room for more
+    rows than they have, all rows count.
+    """
+    called = portable.find(op)
+    k, n = b[-2:]
+    lead = math.prod(a[:-1])
+    if not called.form.operands and len(b) > 2:
+        lead = math.prod(torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))) * a[-2]  # type: ignore[no-untyped-call]
+    if called.form == RAGGED_K:
+        lead = a[-2]
+    return 2 * lead * k * n * (1 + len(called.graph.products))
