@@ -16,6 +16,7 @@ from cutlass_ops.choose.measurements import Source as Source
 from cutlass_ops.choose.notes import Errors, Notes, Where, coordinates
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Table
+from cutlass_ops.declare.chips import peaks_of
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
@@ -121,8 +122,9 @@ class Knowledge:
             alike = majors == pool.traits.majors
             laid_out = pool if alike else replace(pool, traits=replace(pool.traits, majors=majors))
             errors.append(_errors(found, laid_out, there))
-            # Measurements of another layout are only estimates.
-            if pool.is_like(table.signature):
+            # Measurements of another layout, or of a chip whose Tensor Cores are slower, are only estimates.
+            same_cores = peaks_of(table.device).products == peaks_of(device.name).products
+            if same_cores and pool.is_like(table.signature):
                 measured.append(found)
         return cls(pool, device, Measurements(measured), Notes.of(errors))
 

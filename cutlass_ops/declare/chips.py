@@ -7,6 +7,7 @@ measurements are beside the cost models, in ``kinds``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cutlass_ops.declare.device import Device
 
@@ -66,3 +67,25 @@ CHIPS = {
 USUAL = CHIPS["NVIDIA H100 80GB HBM3"]
 # The chip of FP8's table.
 OF_FP8 = CHIPS["NVIDIA H200"]
+
+
+class Peaks(NamedTuple):
+    """A chip's peaks relative to those of the usual one.
+
+    Attributes
+    ----------
+    products : float
+        Of the Tensor Cores of one multiprocessor.
+    memory : float
+        Of device memory.
+    """
+
+    products: float
+    memory: float
+
+
+def peaks_of(name: str) -> Peaks:
+    """Return the peaks of the chip of this name, by which constants fitted to the usual one scale; 1 if unknown."""
+    chip = CHIPS.get(name, USUAL)
+    each, usual = chip.tflops / chip.multiprocessors, USUAL.tflops / USUAL.multiprocessors
+    return Peaks(each / usual, chip.gb_per_s / USUAL.gb_per_s)

@@ -24,6 +24,7 @@ from cutlass_ops.base.dtypes import (
     bf16,
     dtype,
     f32,
+    f64,
     i32,
     i64,
 )
@@ -252,11 +253,13 @@ class KernelSpec:
         order: TileOrder | None = None,
         form: str | Form = DENSE,
     ) -> None:
-        graph = _graph(epilogue)
+        graph, a_type = _graph(epilogue), _matrix("a", a)
+        # FP64 alone asks what its constants were, and refuses it then.
+        graph = graph if a_type.dtype is f64 else graph.of_kernels()
         b_type, d_type = _matrix("b", b), _matrix("d", d)
         typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)
         for name, value in (
-            ("a", _matrix("a", a)),
+            ("a", a_type),
             ("b", b_type),
             ("d", d_type),
             ("epilogue", graph),

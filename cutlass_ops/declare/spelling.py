@@ -37,6 +37,9 @@ OPS = (*builtin.BY_OP, *NORMS)
 # Dtypes of these functions' inputs that differ from A's.
 INPUT_DTYPES: dict[str, Mapping[str, str]] = {"layernorm_gemm": {"column_sum": dtypes.f32.name}}
 
+# Element types of A and B, for people.
+DTYPES = f"{', '.join(map(str, mma.OPERANDS[:-1]))} or {mma.OPERANDS[-1]}"
+
 _AROUND = re.compile(r"\s*([,x=])\s*")
 _TUPLE = re.compile(r"\(\s*([0-9]+),([0-9]+),([0-9]+)\s*\)")
 _NAMED = re.compile(r"([mnk])=(.*)")
@@ -78,6 +81,25 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
     return problems
 
 
+def problem_of(texts: Sequence[str]) -> Problem:
+    """Return the only problem of some words.
+
+    Raises
+    ------
+    ConfigError
+        As for :func:`problems_of`, and if there are several.
+    """
+    problems = problems_of(texts)
+    if len(problems) != 1:
+        raise ConfigError(f"an op runs at one problem here, not at {len(problems)}: give one MxNxK")
+    return problems[0]
+
+
+def is_script(text: str) -> bool:
+    """Whether a text is the path of a Python script, and not the import path of an epilogue in one."""
+    return text.endswith(".py") and ":" not in text
+
+
 def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
     """Return the weights (N, K) of a text such as ``"4096x4096"``, checked for up to `rows` rows of A.
 
@@ -105,14 +127,12 @@ def dtype_of(text: str) -> str:
     ConfigError
         If the text names none.
     """
-    *others, last = map(str, mma.OPERANDS)
-    known = f"{', '.join(others)} or {last}"
     try:
         found = dtypes.dtype(text, dtypes.DECLARED)
     except ValueError:
-        raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use {known}") from None
+        raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use {DTYPES}") from None
     if found not in mma.OPERANDS:
-        raise ConfigError(f"A and B cannot be {found}: use {known} (sums have a wider type with all of them)")
+        raise ConfigError(f"A and B cannot be {found}: use {DTYPES} (sums have a wider type with all of them)")
     return found.name
 
 
@@ -162,9 +182,13 @@ def op_of(text: str) -> str:
         # A file in the working folder is a module.
         path = module.removeprefix("./").removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
         return f"{path}:{attribute}"
-    question = f" {alike(name, OPS)}" if alike(name, OPS) else ""
+    if name.lower().startswith("grouped_gemm"):
+        raise ConfigError(
+            f"{reprlib.repr(text)} has the op of its epilogue: name that, and pass --groups to explain or tune"
+        )
+    question = f": {alike(name, OPS)}" if alike(name, OPS) else "."
     raise ConfigError(
-        f"{reprlib.repr(text)} is not the name of an op:{question} The ops are {', '.join(OPS)}. Write your own "
+        f"{reprlib.repr(text)} is not the name of an op{question} The ops are {', '.join(OPS)}. Write your own "
         "epilogue as MODULE:NAME"
     )
 

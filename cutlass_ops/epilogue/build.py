@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -59,12 +60,15 @@ class Builder:
         The type of each node's value.
     kinds : dict of str to Kind
         The kinds of the inputs. An input is declared here before its node is put.
+    rounded : dict of float to float
+        For constants that are not what was written, or what FP64 would compute: that number.
     """
 
     def __init__(self, *, simplify: bool = False) -> None:
         self.nodes: list[Node] = []
         self.types: list[Type] = []
         self.kinds: dict[str, Kind] = {}
+        self.rounded: dict[float, float] = {}
         self._simplify = simplify
         self._at: dict[Node, int] = {}
 
@@ -79,11 +83,21 @@ class Builder:
         constants = [self._number(a) for a in args]
         numbers = [x for x in constants if x is not None]
         if op in _FOLDED and len(numbers) == len(args):
-            return self.put("const", attr=to_fp32(_FOLDED[op](*numbers)))
+            fold = _FOLDED[op]
+            exact = fold(*(self.rounded.get(x, x) for x in numbers))
+            # A number that was rounded is one node with those that are what it is now.
+            return self.constant(fold(*numbers), exact, is_exact=self.rounded.keys().isdisjoint(numbers))
         if op == SWAP_PAIRS and numbers:
             return args[0]
         found = self._simpler(op, args, constants) if self._simplify else None
         return self._append(Node(op, args, attr)) if found is None else found
+
+    def constant(self, value: float, exact: float, *, is_exact: bool = True) -> int:
+        """Return the node of a constant, of which FP64 would have `exact`, if that `is_exact`: see :attr:`rounded`."""
+        kept = to_fp32(value)
+        if not is_exact or (kept != exact and not math.isnan(exact)):
+            self.rounded.setdefault(kept, exact)
+        return self.put("const", attr=kept)
 
     def place(self, nodes: Sequence[Node], given: Mapping[Node, int]) -> list[int]:
         """Put a graph's nodes, but for leaves that are given; return where each of them is."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
@@ -29,9 +30,9 @@ def why_not(graph: Graph) -> str | None:
             return f"it takes {node.op}, which FP64 kernels do not give: use a Row or a Col of indices"
         if node.op in OPS and not OPS[node.op].in_fp64:
             return f"{node.op} has no form in FP64: leave it out, and use it on the result"
-        if node.op == "const" and isinstance(node.attr, float) and not _is_kept(node.attr):
-            return f"its constant {_shortest(node.attr)} is rounded to FP32, as every constant is: use a Scalar"
-    return None
+    shown = [n.attr for n in graph.nodes if n.op == "const" and isinstance(n.attr, float) and not _looks_kept(n.attr)]
+    lost = [*map(_shortest, shown), *map(repr, graph.rounded)]
+    return f"its constant {lost[0]} is rounded to FP32, as every constant is: use a Scalar" if lost else None
 
 
 def why_no_gradient(graph: Graph) -> str | None:
@@ -46,8 +47,22 @@ def why_no_gradient(graph: Graph) -> str | None:
     return None
 
 
-def _is_kept(value: float) -> bool:
-    """Whether FP32 most likely has a constant as it was written, of which a graph keeps FP32's value only.
+def unseen(graph: Graph, rounded: Mapping[float, float]) -> tuple[float, ...]:
+    """Return what some constants of a graph were, of which FP32's value does not tell that they are rounded.
+
+    Parameters
+    ----------
+    graph : Graph
+        The epilogue.
+    rounded : mapping of float to float
+        By FP32's values: see :class:`cutlass_ops.epilogue.build.Builder`.
+    """
+    kept = {n.attr for n in graph.nodes if n.op == "const" and isinstance(n.attr, float) and _looks_kept(n.attr)}
+    return tuple(sorted(exact for value, exact in rounded.items() if value in kept))
+
+
+def _looks_kept(value: float) -> bool:
+    """Whether FP32 most likely has a constant as it was written, as a graph from a file keeps FP32's value only.
 
     That is so of short decimals that are that value, such as 0.75, and of values with at most 12 significant bits.
     """

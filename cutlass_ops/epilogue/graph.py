@@ -8,8 +8,8 @@ checks, and refuses anything else.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,11 +125,19 @@ class Expression:
 class Graph(Expression):
     """A whole epilogue of a GEMM: an expression of the accumulator, within the limits of a kernel.
 
+    Attributes
+    ----------
+    rounded : tuple of float
+        Constants as they were written of which FP32 keeps another number that looks written: 1 for 1 + 1e-9. FP64
+        refuses such an epilogue. Kernels have no such thing: it is no part of their identity, nor of the JSON form.
+
     Raises
     ------
     ConfigError
         If the parts are no such epilogue.
     """
+
+    rounded: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for what, values, limit in (
@@ -202,7 +210,8 @@ class Graph(Expression):
             fed[product] = build.place(other_way.nodes, through)[other_way.outputs[0].node]
         at = build.place(other.nodes, fed)
         outputs = [o._replace(node=at[o.node]) for o in other.outputs]
-        return canonical((*before, *other.inputs), build.nodes, outputs)
+        rounded = (*self.rounded, *other_way.rounded, *other.rounded)
+        return canonical((*before, *other.inputs), build.nodes, outputs, rounded)
 
     def beside(self, other: Graph, d: str) -> Graph:
         """Return the graph that computes both of one accumulator: this one's outputs, then the other's.
@@ -225,7 +234,7 @@ class Graph(Expression):
         mine, theirs = build.place(self.nodes, {}), build.place(other.nodes, {})
         outputs = [o._replace(node=mine[o.node]) for o in self.outputs]
         outputs += [o._replace(node=theirs[o.node], name=d if o.name == "d" else o.name) for o in other.outputs]
-        return canonical((*self.inputs, *other.inputs), build.nodes, outputs)
+        return canonical((*self.inputs, *other.inputs), build.nodes, outputs, (*self.rounded, *other.rounded))
 
     def renamed(self, names: Mapping[str, str]) -> Graph:
         """Return the same graph with other names of inputs.
@@ -240,7 +249,11 @@ class Graph(Expression):
             return Node("input", (), names.get(str(node.attr), node.attr)) if node.op == "input" else node
 
         inputs = tuple(i._replace(name=names.get(i.name, i.name)) for i in self.inputs)
-        return Graph(inputs, tuple(map(new, self.nodes)), self.outputs)
+        return Graph(inputs, tuple(map(new, self.nodes)), self.outputs, self.rounded)
+
+    def of_kernels(self) -> Graph:
+        """Return the graph that kernels and tables know: without what its constants were before FP32 rounded them."""
+        return replace(self, rounded=()) if self.rounded else self
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
@@ -272,6 +285,22 @@ class Graph(Expression):
             ),
         )
 
+    def to_program(self) -> dict[str, Any]:
+        """Return what programs and pickles have: the JSON form, and constants that FP32 rounded."""
+        return self.to_json() | ({"rounded": [x.hex() for x in self.rounded]} if self.rounded else {})
+
+    @classmethod
+    def from_program(cls, data: Mapping[str, Any]) -> Graph:
+        """Rebuild a graph from :meth:`to_program`'s value.
+
+        Raises
+        ------
+        ConfigError
+            As for :meth:`from_json`.
+        """
+        graph = cls.from_json({name: value for name, value in data.items() if name != "rounded"})
+        return replace(graph, rounded=tuple(map(_constant, data.get("rounded", ()))))
+
 
 def _refuse_shared(inputs: Sequence[Input], other: Graph) -> None:
     mine = {i.name for i in inputs}
@@ -280,7 +309,9 @@ def _refuse_shared(inputs: Sequence[Input], other: Graph) -> None:
         raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
 
 
-def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:
+def canonical(
+    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output], rounded: Iterable[float] = ()
+) -> Graph:
     """Build the one graph that stands for an expression, however it was written down.
 
     Equal nodes are merged, unused ones dropped, and the rest numbered in the order in which the outputs first need
@@ -290,13 +321,15 @@ def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[
     ----------
     inputs, nodes, outputs
         Parts of a graph; the nodes in any topological order, with duplicates and dead ones.
+    rounded
+        As of a graph, in any order and with duplicates.
 
     Raises
     ------
     ConfigError
         If the result is malformed, too large, or leaves an input unused.
     """
-    return Graph(tuple(inputs), *renumbered(nodes, outputs))
+    return Graph(tuple(inputs), *renumbered(nodes, outputs), tuple(sorted(set(rounded))))
 
 
 def expression(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Expression:

@@ -97,7 +97,8 @@ def _stored(
     apart = {product: apart.get(product, "") for product in placed.products}
     inputs = [i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in extended.inputs]
     outputs = [o for o in extended.outputs if o.name not in apart.values()]
-    return Saving(canonical(inputs, extended.nodes, outputs), kept, extended, placed, apart)
+    runs = canonical(inputs, extended.nodes, outputs, placed.rounded)
+    return Saving(runs, kept, extended, placed, apart)
 
 
 def _with_places(graph: Graph) -> Graph:
@@ -108,7 +109,7 @@ def _with_places(graph: Graph) -> Graph:
     names = Names(graph)
     places = [Output(names.new("place", o.name), o.node, o.kind, f"arg{o.reduce}") for o in missing]
     try:
-        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *places))
+        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *places), graph.rounded)
     except ConfigError:
         return graph
 
@@ -119,7 +120,7 @@ def _with_tiles(graph: Graph, nodes: Sequence[int]) -> tuple[Graph | None, tuple
     called = tuple(names.new("saved", str(at)) for at in range(len(nodes)))
     tiles = [Output(name, node) for name, node in zip(called, nodes, strict=True)]
     try:
-        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *tiles)), called
+        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *tiles), graph.rounded), called
     except ConfigError:
         return None, ()
 

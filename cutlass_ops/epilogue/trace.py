@@ -12,14 +12,16 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutlass_ops.base.errors import ConfigError, EpilogueError
+from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import D_SCALE, Input, Kind, Output
-from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Quantized, Reduction, Tracer, Value
+from cutlass_ops.epilogue.nodes import D_SCALE, Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import Type, to_fp32
+from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Quantized, Reduction, Symbol, Tracer, Value
 
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
@@ -84,12 +86,12 @@ class Epilogue:
 
     def __reduce__(self) -> tuple[Any, ...]:
         place = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
-        return _again, (self.name, self.doc, self.graph.to_json(), place)
+        return _again, (self.name, self.doc, self.graph.to_program(), place)
 
     @classmethod
     def of(cls, name: str, doc: str, graph: Graph) -> Epilogue:
         """Return the epilogue of a graph that was not traced from a function here."""
-        return cls(name, doc, graph, _no_function)
+        return cls(name, doc, graph, _Inlined(name, graph))
 
     @staticmethod
     def by_token(token: str) -> Epilogue:
@@ -136,8 +138,45 @@ class Epilogue:
         return f"<epilogue {self.name}(acc{inputs}) -> {', '.join(o.name for o in self.outputs)}>"
 
 
-def _no_function(*_: Any) -> None:
-    raise TypeError("this epilogue is a graph, and no function that another one could call")
+class _Inlined:
+    """The function of an epilogue that is a graph: inside another epilogue it puts the graph's nodes there."""
+
+    def __init__(self, name: str, graph: Graph) -> None:
+        self.__name__ = name
+        self._graph = graph
+        kinds = {t.kind: t for t in ANNOTATIONS.values()}
+        # An input may be called acc as well.
+        first = "acc_" if any(i.name == "acc" for i in graph.inputs) else "acc"
+        parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY)]
+        for i in graph.inputs:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(i.name, kind, annotation=kinds.get(i.kind, Value)))
+        self.__signature__ = inspect.Signature(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracer, graph = TRACER.get(), self._graph
+        assert tracer is not None  # as Epilogue asks
+        if graph.block_scales:
+            raise tracer.error(f"{self.__name__} has scales of blocks, which no operation reads: write it out here")
+        try:
+            acc, *values = self.__signature__.bind(*args, **kwargs).args
+        except TypeError as exc:
+            raise tracer.error(f"{self.__name__}{self.__signature__}: {exc}") from None
+        given = {Node("acc"): tracer.lift(acc)}
+        for declared, value in zip(graph.inputs, values, strict=True):
+            wanted = Type.SEED if declared.kind is Kind.INTEGER else Type.FLOAT
+            given[Node("input", (), declared.name)] = tracer.lift(value, wanted)
+        at = tracer.place(graph.nodes, given)
+        tracer.rounded |= {to_fp32(exact): exact for exact in graph.rounded}
+        found = {o.name: self._value(tracer, o, at[o.node]) for o in graph.outputs if o.kind is not Kind.BLOCKS_D}
+        return found["d"] if len(found) == 1 else found
+
+    def _value(self, tracer: Tracer, output: Output, node: int) -> Symbol:
+        if output.reduce is not None:
+            return Reduction(tracer, node, output.reduce, output.kind)
+        if output.name == "d" and self._graph.quantized is not None:
+            return Quantized(tracer, node, self._graph.quantized)
+        return Computed(tracer, node)
 
 
 def _again(name: str, doc: str, graph: Any, place: tuple[str, str]) -> Epilogue:
@@ -145,11 +184,11 @@ def _again(name: str, doc: str, graph: Any, place: tuple[str, str]) -> Epilogue:
     found: Any = sys.modules.get(place[0])
     for part in place[1].split("."):
         found = getattr(found, part, None)
-    own = Epilogue.of(name, doc, Graph.from_json(graph))
+    own = Epilogue.of(name, doc, Graph.from_program(graph))
     return found if isinstance(found, Epilogue) and (found.name, found.graph) == (name, own.graph) else own
 
 
-def epilogue(function: Callable[..., Any]) -> Epilogue:
+def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     """Turn a Python function into an epilogue, by tracing it once.
 
     The first parameter is the FP32 accumulator; each further one is annotated :class:`Row`, :class:`Col`,
@@ -162,7 +201,8 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     Parameters
     ----------
     function : function
-        Defined with ``def``, without defaults. It runs once, now, and never again.
+        Defined with ``def``, without defaults. It runs once, now, and never again. Or a graph, as ``epilogue.graph`` is
+        one and as its method ``then`` makes one of two.
 
     Returns
     -------
@@ -204,6 +244,8 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     """
     if isinstance(function, Epilogue):
         return function
+    if isinstance(function, Graph):
+        return Epilogue.of(function.title or "identity", "", function)
     if not isinstance(function, types.FunctionType):
         raise EpilogueError(f"an epilogue is a function defined with def, not {type(function).__name__}")
     tracer = Tracer(function)
@@ -217,6 +259,7 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
         TRACER.reset(token)
     try:
         graph = canonical(inputs, tracer.nodes, outputs)
+        graph = replace(graph, rounded=doubles.unseen(graph, tracer.rounded))
         if graph.is_pointwise:
             raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
     except ConfigError as exc:
@@ -322,7 +365,15 @@ def _outputs(tracer: Tracer, result: object) -> list[Output]:
         first = [_output(tracer, "d", Computed(d.tracer, d.node)), scales]
     else:
         first = [_output(tracer, "d", d)]
-    return [*first, *(_output(tracer, name, value) for name, value in result.items() if name != "d")]
+    outputs = [*first, *(_output(tracer, name, value) for name, value in result.items() if name != "d")]
+    names = tuple(output.name for output in outputs)
+    declared = _annotated(tracer.function)
+    if declared is not None and declared not in (names, tuple(name for name in names if name != D_SCALE)):
+        raise tracer.error_at_def(
+            f"the function's annotation names {', '.join(declared)}, and it returns {', '.join(names)}: give both the "
+            "same names in the same order"
+        )
+    return outputs
 
 
 def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
@@ -334,6 +385,10 @@ def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
         raise tracer.error_at_def(
             f"the function returns {len(result)} values, and they are called {', '.join(names) or 'nothing'}: each "
             "needs a name of its own, and D's is 'd'"
+        )
+    if names[0] != "d":
+        raise tracer.error_at_def(
+            f"the function returns values called {', '.join(names)}, and a call returns D first: put 'd' first"
         )
     return dict(zip(names, result, strict=True))
 

@@ -22,12 +22,12 @@ from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.build import Builder
 from cutlass_ops.epilogue.graph import fits
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.epilogue.operations import OPS, TO_FLOAT, Signature, Type, to_fp32
+from cutlass_ops.epilogue.operations import OPS, REDUCTIONS, TO_FLOAT, Signature, Type, to_fp32
 
 _BRANCH = (
     "an epilogue cannot branch on a traced value (if, while, and, or, not, assert, a < b < c, max(x, y)): use "
-    "co.where(condition, x, y), co.maximum, co.minimum, co.clamp, co.relu or co.leaky_relu; conditions are joined by "
-    "& and |, and ~ is not"
+    "co.where(condition, x, y), co.maximum, co.minimum, co.clamp, co.relu or co.leaky_relu; join "
+    "conditions with & and |; ~ negates"
 )
 _NUMBER = "a traced value is not a Python number: use the functions of cutlass_ops (co.exp, not math.exp)"
 _SEQUENCE = "a traced value stands for one element: it cannot be indexed, iterated or measured with len()"
@@ -71,6 +71,9 @@ _REFUSED: dict[str, str] = {
         }.items()
     },
 }
+
+for _name in ("__xor__", "__rxor__"):
+    _REFUSED[_name] += "; of conditions, use !="
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 
@@ -131,6 +134,8 @@ class Tracer(Builder):
         if op not in OPS:
             return Computed(self, self.put(op))
         signature = self._signature(op, args)
+        if op in _WRAPPING and signature[1] is Type.INDEX:
+            args = [a if isinstance(a, Value) else _wrapped(int(cast("int", a))) for a in args]
         indices = tuple(self.lift(a, wanted) for a, wanted in zip(args, signature[0], strict=True))
         return Computed(self, self.put(op, *indices, attr=attr))
 
@@ -160,7 +165,9 @@ class Tracer(Builder):
         if isinstance(x, Value):
             return x.type is wanted
         if wanted in _BITS:
-            return isinstance(x, numbers.Integral) and not isinstance(x, bool) and fits(int(x), _BITS[wanted])
+            # An index takes every int: as an FP32 value, one beyond 32 bits would silently make the others FP32.
+            is_whole = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+            return is_whole and (wanted is Type.INDEX or fits(int(cast("int", x)), _BITS[wanted]))
         return wanted is Type.FLOAT
 
     def _becomes(self, x: object, wanted: Type) -> bool:
@@ -182,13 +189,18 @@ class Tracer(Builder):
             raise self.error(type(x).refusal)
         if isinstance(x, numbers.Real) and not isinstance(x, bool):
             if wanted in _BITS and isinstance(x, numbers.Integral):
+                if wanted is Type.INDEX and not fits(int(x), _BITS[wanted]):
+                    raise self.error(
+                        f"{x} has more than the 32 bits of an index: use a number from -2**31 up to 2**31 - 1"
+                    )
                 return self.put("seed" if wanted is Type.SEED else "integer", attr=int(x))
-            return self.put("const", attr=self._constant(x))
+            return self._constant(x)
         if _is_array(x):
             raise self.error(_TENSOR)
-        raise self.error(f"a value or a number is needed here, not {type(x).__name__}")
+        known = ": a truth value is known already, so choose by Python's own if" if isinstance(x, bool) else ""
+        raise self.error(f"a value or a number is needed here, not {type(x).__name__}{known}")
 
-    def _constant(self, x: numbers.Real) -> float:
+    def _constant(self, x: numbers.Real) -> int:
         try:
             exact = float(x)
             rounded = to_fp32(exact)
@@ -196,9 +208,11 @@ class Tracer(Builder):
             exact, rounded = 0.0, math.inf
         if math.isinf(rounded) != math.isinf(exact) or (rounded == 0) != (exact == 0):
             raise self.error("a constant is outside FP32's range (1.4e-45 to 3.4e38): write 0.0 or math.inf if meant")
-        return rounded
+        return self.constant(rounded, exact)
 
 
+# Operations on indices that wrap: a number of any size is there what its lowest bits are.
+_WRAPPING = ("add", "sub", "mul", "neg")
 # Bits of the types that count.
 _BITS = {Type.INDEX: 32, Type.SEED: 64}
 _JOINED = {
@@ -210,8 +224,28 @@ _JOINED = {
 TRACER: ContextVar[Tracer | None] = ContextVar("cutlass_ops_tracer", default=None)
 
 
+def _wrapped(x: int) -> int:
+    """Return what 32 bits keep of a whole number."""
+    return (x + 2**31) % 2**32 - 2**31
+
+
+# What PyTorch and NumPy have under other names, or for what is something else here.
+_OTHERWISE = {
+    **dict.fromkeys(("clamp", "clip"), "use co.clamp"),
+    **dict.fromkeys(("clamp_min", "fmax"), "use co.maximum"),
+    **dict.fromkeys(("clamp_max", "fmin"), "use co.minimum"),
+    "absolute": "use co.abs",
+    **{name: f"use co.{name}imum(x, y), or as an output co.{name}(x, dim)" for name in ("max", "min")},
+    **{name: f"as an output, use co.{name}(x, dim)" for name in (*REDUCTIONS.keys() - {"max", "min"}, "amax")},
+    "mean": "as an output, use co.sum(x, dim), and divide that",
+    **dict.fromkeys(("to", "type", "half", "bfloat16"), "use co.cast(x, dtype) to round it"),
+    **dict.fromkeys(("float", "double"), "leave it out, since the value has the type in which the epilogue computes"),
+    "dropout": "use co.dropout_mask with a seed, and co.where",
+}
+
+
 def _instead(name: str) -> str:
-    return f"use co.{name}" if name in OPS else _METHOD
+    return _OTHERWISE.get(name) or (f"use co.{name}" if name in OPS else _METHOD)
 
 
 def _is_array(x: object) -> bool:
@@ -236,6 +270,8 @@ class Symbol:
         # Private names are protocols that Python and notebooks probe for: they are just not there.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        if isinstance(self, Reduction | Quantized):
+            raise self.tracer.error(self.refusal)
         raise self.tracer.error(f"a traced value has no attribute {name}: {_instead(name)}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: object, **kwargs: object) -> Value:
@@ -518,16 +554,16 @@ class Scalar(Value):
 class Product(Value):
     """Annotation of a second product of A: a call takes a matrix (K, N), and the function sees A @ matrix in FP32.
 
-    There is one at most. The matrix has A's dtype and B's major.
+    There is one at most. The matrix has A's dtype. Both weights are transposes, ``weight.t()``, of N a multiple of 8.
 
     Examples
     --------
     >>> @co.epilogue
     ... def gated(acc, up: co.Product):
     ...     return co.e.relu(acc) * up
-    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
-    >>> co.gemm(a, b, epilogue=gated, up=0.5 * b).tolist()
-    [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
+    >>> a, weight, up = torch.ones(1, 4).bfloat16(), torch.ones(8, 4).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> co.gemm(a, weight.t(), epilogue=gated, up=up.t()).tolist()
+    [[16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]]
     """
 
     __slots__ = ()
@@ -657,6 +693,8 @@ def _current(function: str) -> Tracer:
     tracer = TRACER.get()
     if tracer is None:
         line = _calling_line()
-        problem = f"co.{function} works on the values of an @epilogue function only: for tensors use PyTorch"
+        # Of two functions of this name, the other is for tensors.
+        name, instead = ("e.quantize", "call co.quantize") if function == "quantize" else (function, "use PyTorch")
+        problem = f"co.{name} works on the values of an @epilogue function only: for tensors {instead}"
         raise line.error(problem) if line else EpilogueError(problem)
     return tracer

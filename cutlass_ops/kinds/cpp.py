@@ -80,7 +80,7 @@ def seed_literal(value: int) -> str:
     return "INT64_MIN" if value == -(1 << 63) else f"INT64_C({value})"
 
 
-def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32) -> str:
+def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32, kind: Type = Type.FLOAT) -> str:
     """Spell one operation or constant as a C++ expression.
 
     Parameters
@@ -91,6 +91,8 @@ def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32) -
         C++ expressions of the arguments, each an identifier or bracketed.
     compute : DType
         The type in which the epilogue computes.
+    kind : Type
+        What the value is.
 
     Raises
     ------
@@ -112,6 +114,8 @@ def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32) -
         return f"{compute.cpp}({arg_names[0]})"
     if info.cpp.startswith("cutlass_ops::"):
         return f"{info.cpp}({', '.join(arg_names)})"
-    if info.arity == 1:
-        return f"({info.cpp}{arg_names[0]})"
-    return f"({arg_names[0]} {info.cpp} {arg_names[1]})"
+    # Indices wrap, as unsigned numbers do. A compiler assumes that signed ones never overflow.
+    wraps = kind is Type.INDEX
+    args = [f"unsigned({x})" if wraps else x for x in arg_names]
+    text = f"{info.cpp}{args[0]}" if info.arity == 1 else f"{args[0]} {info.cpp} {args[1]}"
+    return f"int({text})" if wraps else f"({text})"

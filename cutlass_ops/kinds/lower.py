@@ -223,7 +223,7 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str], c
         else:
             inverse = exact_inverse(graph.nodes[node.args[1]]) if node.op == "div" else None
             if inverse is None:
-                expression = cpp_expression(node, tuple(value(a) for a in node.args), compute)
+                expression = cpp_expression(node, tuple(value(a) for a in node.args), compute, types[index])
             else:
                 expression = f"({value(node.args[0])} * {float_literal(inverse, compute)})"
             spelled[index] = f"v{len(lines)}_"

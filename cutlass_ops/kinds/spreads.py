@@ -113,18 +113,21 @@ ASSUMED = (
 
 
 def in_order(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of spreads in one order; none if they are all.
+    """Return names of spreads, written in any case, in one order; none if they are all.
 
     Raises
     ------
     ValueError
         If there is no spread of a name.
     """
-    known = [spread.name for spread in ASSUMED]
-    wrong = [names] if isinstance(names, str) else [name for name in names if name not in known]
+    known = {spread.name.lower(): spread.name for spread in ASSUMED}
+    if isinstance(names, str):
+        raise ValueError(f"spreads is {names!r}: pass a sequence of names, such as [{names!r}]")
+    wrong = [name for name in names if str(name).lower() not in known]
     if wrong:
-        raise ValueError(f"spreads has {wrong[0]!r}: pass a sequence of some of {', '.join(map(repr, known))}")
-    found = tuple(name for name in known if name in names)
+        raise ValueError(f"{wrong[0]!r} is not a spread of rows: use some of {', '.join(known.values())}")
+    asked = {name.lower() for name in names}
+    found = tuple(name for lower, name in known.items() if lower in asked)
     return () if len(found) == len(known) else found
 
 

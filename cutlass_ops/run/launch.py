@@ -24,6 +24,7 @@ from cutlass_ops.run import watching
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.plan import Plan, in_range
 from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.scalars import require_fp32
 from cutlass_ops.run.tensors import refuse_differentiated, require_memory, require_tensor
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Launch:
     - whether each tensor's memory is where it was. If it is not, as after ``x.data = y``, an ordinary call is made;
     - whether autograd would record: an error if a tensor required grad when the launch was prepared.
 
-    A tensor's shape, strides and dtype must not be changed in place. Numbers keep the values of the preparation.
+    A tensor's shape, strides and dtype must not be changed in place. Numbers keep the values of the preparation. A
+    Scalar or an Integer on the CPU is a number too: pass one on the GPU, which a kernel reads there, to change it.
 
     Called with arguments, by position (a, b, inputs) or by name, it uses these instead. What is left out stays as
     prepared, outputs too: ``launch(a=x, out=d)`` changes a and D alone. A tensor must have the shape of the one in its
@@ -193,6 +195,10 @@ class _Ordinary:
         op = self.op
         a, b, *inputs = arguments
         numbers = op.numbers(tuple(inputs))
+        if a.dtype != torch.float64:
+            for name, x in zip(self.names[2:], numbers, strict=True):
+                if type(x) is float:
+                    require_fp32(name, x)
         results = None if self.plan is None else self.plan.run(a, b, numbers, outputs)
         if results is None:
             # PyTorch computes, or the kernel has refused something: the checks, or the kernel again, say what.

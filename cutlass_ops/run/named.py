@@ -50,6 +50,6 @@ for _named in NAMED:
 
 def op_again(name: str, plain: Any) -> Op:
     """Return the op that a program names, by :func:`cutlass_ops.run.portable.find`: the named one, if it is that."""
-    graph = Graph.from_json(plain)
+    graph = Graph.from_program(plain)
     named = (op for op in NAMED if op.name == name and op.graph == graph)
     return next(named, None) or graph_op(name, graph)

@@ -20,7 +20,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Node, Output
-from cutlass_ops.run import described, operators, portable, traced  # noqa: F401 - the second registers operators
+from cutlass_ops.run import described, operators, portable, served, traced, watching  # noqa: F401 - the second registers operators
 from cutlass_ops.run.call import Call, check_call
 from cutlass_ops.run.plan import Plan, make_plan
 from cutlass_ops.run.registry import Registry
@@ -92,7 +92,7 @@ class Op(Warm):
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
         self._instead, self._called = instead, called or {}
-        how, plain = made_by or ("epilogue", self.graph.to_json())
+        how, plain = made_by or ("epilogue", self.graph.to_program())
         if math is not None:
             how, plain = "math", {"math": math, how: plain}
         self.about = portable.register(name, self.graph, self, how, plain, self.form)
@@ -124,7 +124,11 @@ class Op(Warm):
     ) -> list[Tensor]:
         """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
         loader.prepare()
-        return self.checked_call(a, b, inputs, None, out_dtype).results()
+        call = self.checked_call(a, b, inputs, None, out_dtype)
+        # A tracer's tensors have no addresses, and its errors would hide ours.
+        if watching.only_shapes((a, b)) and not watching.needs_operator(a):
+            call.check_layouts()
+        return call.results()
 
     def plan(
         self,
@@ -202,6 +206,8 @@ class Op(Warm):
         launch.check(self, a, b, values, out)
         call = self.checked_call(a, b, values, out, out_dtype)
         launch.require_given(self, call.tensors(), (a, b, values, call.outputs), launch.COPY)
+        if call.is_reference:
+            served.require(self.name, call, self.instead_of)
         return launch.make(self, None if call.is_reference else self._best_plan(call), call, (a, b, *values))
 
     def _best_plan(self, call: Call) -> Plan:
@@ -291,6 +297,7 @@ class Op(Warm):
         call.refuse_differentiated()
         self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
+            served.require(self.name, call, self.instead_of)
             call.run_reference()
             return self.wrap(call)
         if call.why_apart is not None or call.arguments.is_folded:
@@ -426,6 +433,10 @@ def op_of(epilogue: Epilogue | None) -> Op:
     """
     if epilogue is None:
         return PLAIN
+    if isinstance(epilogue, Graph):
+        raise TypeError("epilogue is a graph: pass cutlass_ops.epilogue(graph)")
+    if isinstance(epilogue, Op):
+        raise TypeError(f"epilogue is the op {epilogue.name}: call that op itself, or pass its attribute epilogue")
     if not isinstance(epilogue, Epilogue):
         raise TypeError(
             f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {type(epilogue).__name__}"

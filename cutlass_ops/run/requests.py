@@ -65,6 +65,8 @@ def requested(op: Any, /, *arguments: Any, **named: Any) -> Request:
     if prepare is None:
         of = called(op, named.pop("epilogue", None))
         math = named.pop("math", None)
+        if len(arguments) + sum(name in named for name in ("a", "b")) < 2:
+            raise TypeError(f"a or b is missing: pass the arguments of a call of {of.name}, as to the op itself")
         return _request_of(of if math is None else of.in_math(math), *arguments, **named)
     bound = inspect.signature(op).bind(*arguments, **named)
     bound.apply_defaults()

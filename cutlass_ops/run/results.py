@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from cutlass_ops.base import dtypes, mma
+from cutlass_ops.base import arch, dtypes, mma
 from cutlass_ops.epilogue.graph import Expression
 from cutlass_ops.epilogue.nodes import Kind
 
@@ -52,6 +52,12 @@ def scale_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of new scales of blocks, (..., M, blocks): M-major, with padded lines."""
     *batch, _ = shape
     return *contiguous(batch), -(-math.prod(batch) // _LINE) * _LINE
+
+
+def operand_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new operand in FP8, (..., M, K): its lines begin where Tensor Cores read them."""
+    *batch, k = shape
+    return contiguous((*batch, -(-k // arch.TMA_ALIGNMENT_BYTES) * arch.TMA_ALIGNMENT_BYTES))
 
 
 def new_strides(kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
@@ -91,6 +97,17 @@ class Outputs(tuple[Any, ...]):
         if name in fields:
             return self[fields.index(name)]
         raise AttributeError(f"there is no output {name!r}: the outputs are {', '.join(fields)}")
+
+    # A tuple's methods, unless an output has such a name.
+    @property
+    def count(self) -> Any:
+        """The output of this name, or the tuple's method."""
+        return self.__getattr__("count") if "count" in self._fields else super().count
+
+    @property
+    def index(self) -> Any:
+        """The output of this name, or the tuple's method."""
+        return self.__getattr__("index") if "index" in self._fields else super().index
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._fields]
@@ -186,6 +203,9 @@ class QuantizedResidualRms(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PreparedWeight:
     """A weight that was brought once to what kernels read, by :func:`cutlass_ops.prepare`.
+
+    It is no tensor and no module: as an attribute of a module, it is neither moved nor saved with that. Prepare it
+    after the module was moved and its weights were loaded.
 
     Attributes
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -70,11 +71,33 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
+def has_one_element(value: Tensor) -> bool:
+    """Whether a tensor is known to have one element. Of an extent that a program leaves open, nobody asks."""
+    count = value.numel()
+    if torch.compiler.is_dynamo_compiling() or isinstance(count, torch.SymInt):
+        return bool(_symbolic_shapes().statically_known_true(count == 1))
+    return count == 1
+
+
 def _symbolic_shapes() -> Any:
     return torch.fx.experimental.symbolic_shapes
 
 
 _LARGEST = int(sys.float_info.max)
+# The least number that FP32 rounds to infinity.
+BEYOND_FP32 = 2.0**128 - 2.0**103
+
+
+def require_fp32(name: str, value: float) -> None:
+    """Require a scalar that does not become infinite as a kernel takes it.
+
+    Raises
+    ------
+    ValueError
+        If it does. Infinity itself is fine.
+    """
+    if math.isfinite(value) and abs(value) >= BEYOND_FP32:
+        raise ValueError(f"{name} is {value}, beyond FP32's range: pass a number up to 3.4e38, or math.inf if meant")
 
 
 def number(name: str, value: Any) -> float:
@@ -90,11 +113,18 @@ def number(name: str, value: Any) -> float:
     if getattr(value, "size", 0) == 1 and hasattr(value, "item"):
         value = value.item()  # NumPy's
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}")
+        raise _no_number(name, value)
     # PyTorch's tracer would mistake float()'s OverflowError for its own.
     if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ValueError(f"{name} is beyond the range of a double: pass a number up to 3.4e38, the range of FP32")
+        raise ValueError(f"{name} is beyond the range of a double: pass a number up to 3.4e38, or math.inf if meant")
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}") from None
+        raise _no_number(name, value) from None
+
+
+def _no_number(name: str, value: object) -> TypeError:
+    # Where tensors have a meaning of their own, such as scales of rows, nothing else is taken for one.
+    several = isinstance(value, (list, tuple)) or hasattr(value, "__array__")
+    instead = f". Of several numbers, pass torch.as_tensor({name}) where there may be a tensor" if several else ""
+    return TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}{instead}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from math import isinf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from cutlass_ops.run.call import Call
 from cutlass_ops.run.inputs import integer, scalar
 from cutlass_ops.run.plan import AnyPlan, Given, Plan
 from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.scalars import BEYOND_FP32
 
 if TYPE_CHECKING:
     from cutlass_ops.run.rows import Rows
@@ -197,7 +199,10 @@ class Warm(portable.Portable):
             if kind is Tensor or kind is Parameter:
                 if (grad and x.requires_grad) or x.is_neg():
                     return None
-            elif kind is not float and kind is not int:
+            elif kind is float:
+                if (x >= BEYOND_FP32 or x <= -BEYOND_FP32) and not isinf(x):
+                    return None
+            elif kind is not int:
                 return None
         given: Given = None
         dtypes: Any = out_dtype

@@ -94,15 +94,13 @@ def parts(
     ConfigError
         If there is no such architecture or op.
     """
-    if arch not in BY_TARGET:
-        raise ConfigError(f"{arch!r} is not an architecture: use {', '.join(BY_TARGET)}")
+    require_arch(arch)
     devices = devices_of(arch)
     found: dict[OpSignature, Part] = {}
     # What other people are given must not depend on bundles that are loaded here.
     with Bundles.aside():
         for op in ops:
-            if op not in OPS:
-                raise ConfigError(f"{op!r} is not an op of distributions: use {', '.join(OPS)}")
+            require_op(op)
             for dtype in dtypes_of_a:
                 for signature in _signatures(op, dtype, devices[0]):
                     if signature not in found:
@@ -110,6 +108,18 @@ def parts(
                         specs = tuple(devices[0].spec(signature, config) for config in pool.kernels)
                         found[signature] = Part(op, dtype, pool, specs)
     return tuple(found.values())
+
+
+def require_arch(name: str) -> None:
+    """Require the name of an architecture; a ConfigError lists them."""
+    if name not in BY_TARGET:
+        raise ConfigError(f"{name!r} is not an architecture: use {', '.join(BY_TARGET)}")
+
+
+def require_op(name: str) -> None:
+    """Require the name of an op that distributions have; a ConfigError lists them."""
+    if name not in OPS:
+        raise ConfigError(f"{name!r} is not an op of distributions: use {', '.join(OPS)}")
 
 
 def devices_of(arch: str) -> tuple[Device, ...]:

@@ -463,7 +463,9 @@ def _epilogue(found: object, name: object) -> HasGraph:
         return called(found)
     except TypeError as exc:
         what = type(found).__name__
-        raise ConfigError(f"{name} is a {what}: it must be decorated with @cutlass_ops.epilogue") from exc
+        raise ConfigError(
+            f"{name} is of the type {what}: name a function decorated with @cutlass_ops.epilogue"
+        ) from exc
 
 
 def import_object(name: str, instead: str) -> object:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import importlib
 import io
 import json
 import signal
@@ -139,6 +140,23 @@ def _spreads(texts: list[str]) -> tuple[str, ...]:
     return spreads.in_order([each for text in texts for each in text.split(",")])
 
 
+def _later(module: str, name: str) -> Callable[[Any], Any]:
+    """Return a check of a value, or of each of several, by a function of a module that is imported with it."""
+
+    def read(value: Any) -> None:
+        require = getattr(importlib.import_module(f"cutlass_ops.{module}"), name)
+        for each in value if isinstance(value, list) else [value]:
+            require(each)
+
+    return _readable(read)
+
+
+def _require_dtype(op: str, dtypes: list[str]) -> None:
+    """Require dtypes that an op takes."""
+    for dtype in dtypes:
+        _readable(lambda each: spelling.epilogue_of(op, each))(dtype)
+
+
 def _require_time(seconds: float) -> None:
     if not seconds > 0:
         raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
@@ -234,7 +252,7 @@ GroupsOf = Annotated[
     typer.Option(
         min=1,
         max=MOST_EXTENT,
-        help="Tune grouped_gemm with so many experts: M is the mean of an expert's rows. Default: no groups.",
+        help="Number of experts of grouped_gemm: M is the mean of an expert's rows. Default: no groups.",
     ),
 ]
 MajorOf = Annotated[
@@ -331,9 +349,19 @@ def bundle(
 
 @app.command()
 def distribution(
-    arch: Annotated[str, typer.Argument(metavar="ARCH", help="sm_80, sm_86, sm_89 or sm_90a.")],
+    arch: Annotated[
+        str,
+        typer.Argument(
+            metavar="ARCH",
+            callback=_later("ship.distributing", "require_arch"),
+            help="sm_80, sm_86, sm_89 or sm_90a.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the wheel.")] = Path("dist"),
-    op: Annotated[list[str] | None, typer.Option(help="Only this named op. May be repeated.")] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(callback=_later("ship.distributing", "require_op"), help="Only this named op. May be repeated."),
+    ] = None,
     dtype: Annotated[
         list[str] | None,
         typer.Option(callback=_readable(_dtypes), help="Only this dtype of A and B. May be repeated."),
@@ -393,7 +421,9 @@ def tune(
     problems: Problems,
     dtypes: Annotated[
         list[str],
-        typer.Option("--dtype", metavar="DTYPE", callback=_readable(_dtypes), help="bf16 or f16. May be repeated."),
+        typer.Option(
+            "--dtype", metavar="DTYPE", callback=_readable(_dtypes), help=f"{spelling.DTYPES}. May be repeated."
+        ),
     ] = ["bf16"],  # noqa: B006
     a: MajorOf = "row",
     b: MajorOf = "col",
@@ -452,6 +482,7 @@ def tune(
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
     if groups is not None and allow_fallback:
         raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
+    _require_dtype(spelling.op_of(op), _dtypes(dtypes))
     effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
     from cutlass_ops.tools import commands
 
@@ -470,11 +501,15 @@ def explain(
     op: OpName,
     problems: Problems,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Dtype of A and B: bf16 or f16.")
+        str,
+        typer.Option(
+            metavar="DTYPE", callback=_readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
+        ),
     ] = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
     batches: BatchesOf = None,
+    groups: GroupsOf = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -485,13 +520,19 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which kernel serves a problem, its expected time, and why."""
+    """Show which kernel serves a problem, its expected time, and why.
+
+    Exit code 1 if nothing serves one.
+    """
+    if groups is not None and batches is not None:
+        raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
+    _require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.explain(
         spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
-        spelling.major_of(b), batches=batches, device=None if device is None else gpus.gpu_named(device),
-        as_json=as_json,
+        spelling.major_of(b), batches=batches, groups=groups,
+        device=None if device is None else gpus.gpu_named(device), as_json=as_json,
     )  # fmt: skip
     _end(code)
 
@@ -500,21 +541,41 @@ def explain(
 def contract(
     problems: Problems,
     a: Annotated[
-        str, typer.Option(metavar="OPERAND", help="A (M, K): type and major, such as f16.row or bf16.row.align4.")
+        str,
+        typer.Option(
+            metavar="OPERAND",
+            callback=_later("tools.contract.given", "require_text"),
+            help="A (M, K): type and major, such as f16.row or bf16.row.align4.",
+        ),
     ] = "bf16.row",
     b: Annotated[
-        str, typer.Option(metavar="OPERAND", help="B (K, N). A weight (N, K) passed as weight.t() is col.")
+        str,
+        typer.Option(
+            metavar="OPERAND",
+            callback=_later("tools.contract.given", "require_text"),
+            help="B (K, N). A weight (N, K) passed as weight.t() is col.",
+        ),
     ] = "bf16.col",
     arch: Annotated[
         str | None,
-        typer.Option(help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90."),
+        typer.Option(
+            callback=_later("tools.contract.predicting", "where"),
+            help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90.",
+        ),
     ] = None,
     program: Annotated[
         str | None,
-        typer.Option(help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library."),
+        typer.Option(
+            callback=_later("tools.contract.predicting", "require_program"),
+            help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library.",
+        ),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.")
+        str | None,
+        typer.Option(
+            callback=_later("tools.contract.predicting", "require_precision"),
+            help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.",
+        ),
     ] = None,
     block: Annotated[
         str | None,
@@ -593,6 +654,10 @@ def profile(
         raise typer.BadParameter("--no-ncu and --no-trace exclude each other: nothing would be measured")
     if (target is None) == (counters is None):
         raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
+    if target is not None and not spelling.is_script(target):
+        name = _readable(spelling.op_of)(target)
+        _readable(spelling.problem_of)(arguments or [])
+        _require_dtype(spelling.op_of(name), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.profile(
@@ -608,13 +673,20 @@ def bench(
     op: OpName,
     problems: Problems,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Dtype of A and B: bf16 or f16.")
+        str,
+        typer.Option(
+            metavar="DTYPE", callback=_readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
+        ),
     ] = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all."),
+        typer.Option(
+            metavar="NAME",
+            callback=_later("tools.bench.benching", "require_way"),
+            help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all.",
+        ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds that count. Default: 25.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
@@ -625,6 +697,7 @@ def bench(
 
     All are interleaved, in CUDA graphs and as single launches between other kernels.
     """
+    _require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.bench(

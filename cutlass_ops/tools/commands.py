@@ -28,7 +28,7 @@ from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare import chips, spelling
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.spec import KernelSpec, Major
@@ -289,29 +289,28 @@ def explain(
     b: Major,
     *,
     batches: int | None,
+    groups: int | None,
     device: Device | None,
     as_json: bool,
 ) -> int:
-    """Print why problems are served as they are."""
+    """Print why problems are served as they are; 1 if nothing serves one."""
     here = torch.cuda.is_available()
     note = []
     if device is None:
         device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else USUAL
         note = [] if here else [f"\nno CUDA device here: explained for {device.name} (--device names another)"]
-    found = [_explained(op, problem, dtype, a, b, batches, device) for problem in problems]
+    form = DENSE if batches is groups is None else BATCHED if groups is None else GROUPED
+    several = [_of_batches(problem, batches or groups) for problem in problems]
+    found = [_explained(op, problem, dtype, a, b, form, device) for problem in several]
     _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note)
-    return 0
+    return 0 if all(each.is_served for each in found) else 1
 
 
-def _explained(
-    op: str, problem: Problem, dtype: str, a: Major, b: Major, batches: int | None, device: Device
-) -> Explanation:
+def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, form: Form, device: Device) -> Explanation:
     inputs, graph = spelling.INPUT_DTYPES.get(op), epilogue_named(op, dtype).graph
-    form = DENSE if batches is None else BATCHED
-    problem = _of_batches(problem, batches)
     call = call_at(graph, problem, dtype, a, b, input_dtypes=inputs, form=form)
     # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
-    known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if batches else None
+    known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if form == BATCHED else None
     return explain_call(op, call, device, known)
 
 

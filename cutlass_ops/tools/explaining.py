@@ -27,6 +27,7 @@ from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
+from cutlass_ops.run import served
 from cutlass_ops.run.call import Call, accumulation, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature, Registry
@@ -232,7 +233,7 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
-        call.check_layouts()
+        served.require(asked.name, call, asked.instead_of)
         where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
         grouped = bool(call.arguments.form.operands)

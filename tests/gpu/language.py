@@ -79,6 +79,18 @@ def places() -> dict[str, KernelSpec]:
     return found
 
 
+@co.epilogue
+def wrapped(acc):
+    """Index arithmetic beyond 32 bits, and comparisons that a compiler would simplify if that could not happen."""
+    column, row = co.column_index() * 1103515245, co.row_index() * 2654435761
+    signs = (column < 0) + 2.0 * (-row > 0) + 4.0 * (column + row < column) + 8.0 * (row - column < row)
+    return acc * 0.0 + signs
+
+
+def wrapping() -> dict[str, KernelSpec]:
+    return {f"wrapped-{c.slug}": _spec(wrapped, c) for c in (SM90, SM80, co.GemvConfig(4, 8, 8))}
+
+
 # ---- Reductions of two numbers -------------------------------------------------------------------------------------
 
 
@@ -215,4 +227,4 @@ def drawn_specs() -> dict[str, KernelSpec]:
 
 def specs() -> dict[str, KernelSpec]:
     """Every kernel of this module."""
-    return places() | reductions() | names() | drawn_specs()
+    return places() | wrapping() | reductions() | names() | drawn_specs()

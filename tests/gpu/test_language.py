@@ -42,6 +42,16 @@ def test_values_know_their_place(name):
             assert torch.equal(value, wanted[key]), f"{key} at {(m, n)}"
 
 
+@pytest.mark.parametrize("name", list(language.wrapping()))
+def test_indices_wrap(name):
+    spec = language.wrapping()[name]
+    for m, n in shapes(spec):
+        a, b = operands(m, n)
+        wanted = reference.gemm_reference(a.cpu(), b.cpu(), spec.epilogue, {}, d_dtype=torch.float32)["d"]
+        assert wanted.unique().numel() > 1
+        assert torch.equal(co.build(spec)(a, b).cpu(), wanted), f"at {(m, n)}"
+
+
 def test_a_seed_on_the_device_is_read_there_also_in_a_graph():
     spec = language.places()[f"placed-{language.SM90.slug}"]
     a, b = operands(65, 68)

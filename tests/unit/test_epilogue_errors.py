@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +12,13 @@ from exports import co
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Integer, Reduction, Row, Scalar, Tile
+
+
+class Swapped(NamedTuple):
+    """What no epilogue returns: its user would take the first for D."""
+
+    pre: object
+    d: object
 
 
 def here(function):
@@ -164,6 +172,20 @@ class TestErrors:
             (torch.nn.functional.gelu, "use co.gelu"),
             (lambda x: torch.nn.functional.softmax(x, 0), "PyTorch's softmax"),
             (lambda x: torch.maximum(x, x), "use co.maximum"),
+            (lambda x: x.clamp(0), "has no attribute clamp: use co.clamp"),
+            (lambda x: torch.clamp(x, 0), "PyTorch's clamp cannot take a traced value: use co.clamp"),
+            (lambda x: torch.max(x, x), "use co.maximum(x, y), or as an output co.max(x, dim)"),
+            (lambda x: x.sum(1), "as an output, use co.sum(x, dim)"),
+            (lambda x: torch.sum(x), "as an output, use co.sum(x, dim)"),
+            (np.abs, "NumPy's absolute cannot take a traced value: use co.abs"),
+            (lambda x: x.to(torch.float16), "use co.cast(x, dtype)"),
+            (lambda x: x.float(), "leave it out"),
+            (torch.nn.functional.dropout, "use co.dropout_mask"),
+            (lambda x: co.sum(x, 1).relu(), "a reduction can only be an output"),
+            (lambda x: co.softplus(x, beta=x), "takes Python numbers for beta and threshold"),
+            (lambda x: co.where(True, x, x), "truth value is known already"),
+            (lambda x: (x > 0) & (1 < 2), "truth value is known already"),
+            (lambda x: (x > 0) ^ (x < 1), "of conditions, use !="),
             (lambda x: torch.ones(3) * x, "a tensor or array cannot be a constant"),
             (lambda x: x * torch.ones(3), "a tensor or array cannot be a constant"),
             (lambda x: torch.add(torch.ones(3), x), "a tensor or array cannot be a constant"),
@@ -196,6 +218,10 @@ class TestErrors:
             return acc * number  # <-
 
         refused(f, "outside FP32's range")
+
+    @pytest.mark.parametrize("use", [lambda x: x < 2**31, lambda x: co.where(x > 0, x, -(2**31) - 1)])
+    def test_whole_numbers_beyond_an_index_where_nothing_wraps(self, use):
+        refused_use(lambda x: x * use(co.row_index()), "more than the 32 bits of an index", "up to 2**31 - 1")
 
     @pytest.mark.parametrize(
         ("thing", "name"), [("x", "str"), (None, "NoneType"), (True, "bool"), ([], "list"), (1j, "complex")]
@@ -287,6 +313,24 @@ class TestErrors:
         def f(acc):  # <-
             return result(acc)
 
+        refused(f, problem)
+
+    @pytest.mark.parametrize(
+        ("annotation", "result", "problem"),
+        [
+            (Swapped, lambda acc: Swapped(acc, acc + 1), "a call returns D first: put 'd' first"),
+            (None, lambda acc: Swapped(acc, acc + 1), "a call returns D first: put 'd' first"),
+            (("pre", "d"), lambda acc: (acc, acc + 1), "a call returns D first: put 'd' first"),
+            (("d", "y"), lambda acc: acc, "annotation names d, y, and it returns d: give both the same names"),
+            (("d", "y"), lambda acc: {"d": acc, "z": acc}, "annotation names d, y, and it returns d, z: give both"),
+            (("d", "y", "z"), lambda acc: {"d": acc, "z": acc, "y": acc + 1}, "the same names in the same order"),
+        ],
+    )
+    def test_names_of_annotations(self, annotation, result, problem):
+        def f(acc):  # <-
+            return result(acc)
+
+        f.__annotations__["return"] = annotation
         refused(f, problem)
 
     def test_names_clash(self):

@@ -159,6 +159,21 @@ def test_expressions(node, args, text):
     assert cpp_expression(node, args) == text
 
 
+@pytest.mark.parametrize(
+    ("node", "args", "text"),
+    [
+        (Node("add", (0, 1)), ("x", "(-7)"), "int(unsigned(x) + unsigned((-7)))"),
+        (Node("sub", (0, 1)), ("x", "y"), "int(unsigned(x) - unsigned(y))"),
+        (Node("mul", (0, 1)), ("x", "y"), "int(unsigned(x) * unsigned(y))"),
+        (Node("neg", (0,)), ("x",), "int(-unsigned(x))"),
+        (Node("where", (0, 1, 2)), ("c", "x", "y"), "cutlass_ops::where(c, x, y)"),
+    ],
+)
+def test_indices_wrap_as_unsigned_numbers_do(node, args, text):
+    """A compiler takes a signed overflow not to happen: it would make x < 0 of x * 3 < 0."""
+    assert cpp_expression(node, args, kind=Type.INDEX) == text
+
+
 @pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "row_index", "uniform", "seed", "system", "x); //"])
 def test_what_is_no_operation_has_no_expression(name):
     with pytest.raises(ValueError, match="is not an operation"):

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import pickle
 import sys
 import textwrap
 import threading
@@ -88,6 +89,15 @@ class TestGraph:
             assert epilogue(function) == epilogue(by_name)
         assert [o.name for o in epilogue(numbered).outputs] == ["d", "output1", "output2"]
 
+        def dictionary(acc) -> ("d", "pre", "top"):  # noqa: F821
+            return by_name(acc)
+
+        def quantised(acc) -> ("d", "pre"):  # noqa: F821
+            return {"pre": acc, "d": co.quantize(acc, "e4m3")}
+
+        assert epilogue(dictionary) == epilogue(by_name)
+        assert [o.name for o in epilogue(quantised).outputs] == ["d", "d_scale", "pre"]
+
         def too_few(acc) -> ("d", "pre"):  # noqa: F821
             return co.relu(acc), acc, co.max(acc, 1)
 
@@ -97,6 +107,38 @@ class TestGraph:
         for function in (too_few, without_d):
             with pytest.raises(EpilogueError, match="each needs a name of its own, and D's is 'd'"):
                 epilogue(function)
+
+    def test_a_graph_is_called_as_its_function_is(self):
+        def several(acc, bias: Row, scale: Col, seed: Integer):
+            kept = co.uniform(seed, 7) >= 0.5
+            x = co.where(kept, acc + bias, 0.0) * scale + co.row_index()
+            return {"d": co.relu(x), "pre": x, "top": co.max(x, 1)}
+
+        traced = epilogue(several)
+        graph = pickle.loads(pickle.dumps(traced))
+        assert graph == traced == epilogue(traced.graph)
+        assert str(graph.signature).startswith("(acc, /, bias:")
+        assert list(graph.signature.parameters) == list(traced.signature.parameters)
+
+        def around(called):
+            def around(acc, bias: Row, gate: Tile, number: Integer):
+                found = called(acc * gate, bias, seed=number, scale=2.0)
+                return found | {"d": found["d"] + gate, "low": co.min(found["pre"], 0)}
+
+            return epilogue(around)
+
+        assert around(graph) == around(traced)
+
+        def single(acc, scale: Col):
+            return acc + epilogue(epilogue(identity).graph)(scale)
+
+        assert [op for op, *_ in nodes(single)] == ["acc", "input", "add"]
+
+        def wrong(acc):
+            return graph(acc)
+
+        with pytest.raises(EpilogueError, match=r"several\(acc, /, bias: .*\): missing a required argument: 'bias'"):
+            epilogue(wrong)
 
     def test_names_of_the_kernels_own_are_no_concern_of_the_users(self):
         def plain(acc, w: Row, x: Col, y: Scalar):
@@ -269,6 +311,18 @@ class TestGraph:
         assert [op for op, *_ in ops if op == "integer"] == ["integer"] * 3
         # One of a condition, and one of a row that a fraction multiplies.
         assert [ops[args[0]][0] for op, args, *_ in ops if op == "to_float"] == ["lt", "row_index"]
+
+    @pytest.mark.parametrize("apply", [operator.add, operator.sub, operator.mul])
+    @pytest.mark.parametrize("number", [2654435761, -(2**31) - 1, 2**40 + 3])
+    def test_numbers_beyond_32_bits_wrap_as_indices_do(self, apply, number):
+        def written(acc):
+            return acc * (apply(co.row_index(), number) < 7)
+
+        def kept(acc):
+            return acc * (apply(co.row_index(), int(np.int64(number).astype(np.int32))) < 7)
+
+        assert epilogue(written) == epilogue(kept)
+        assert "to_float" not in [op for op, args, *_ in nodes(written) if args == [0]]
 
     @pytest.mark.parametrize(
         ("power", "spelled"),

@@ -10,6 +10,7 @@ from signatures import A100, H100, H200, signature
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -221,7 +222,7 @@ def test_functions_refuse_what_a_call_refuses():
             ask(co.gemm_swiglu, x, w, w, torch.ones(8))
         with pytest.raises(TypeError, match="bias is unknown"):
             ask(co.rmsnorm_gemm, x, w, eps=EPS, bias=w)
-        with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+        with pytest.raises(TypeError, match="a or b is missing: pass the arguments of a call of gemm"):
             ask(co.gemm, x)
     assert co.explain(co.rmsnorm_gemm, x, w, eps=EPS).served_by == "PyTorch"
     assert co.warm_up(co.gemm_swiglu, x, w, w) == 0
@@ -355,3 +356,10 @@ def test_where_means_of_rows_are_from(problem, says):
     norm = norms.rmsnorm_op()
     assert any(f.name == "rows of a" and says in f.says for f in explained(problem, norm).contract)
     assert not any(f.name == "rows of a" for f in explained(problem).contract)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+@pytest.mark.parametrize("problem", [(1, 16384, 16384), (16, 4096, 14336), (4096, 4096, 4096)], ids=str)
+def test_no_chip_is_expected_to_exceed_its_roofline(chip, problem):
+    call = call_at(builtin.bias.graph, Problem(*problem), "bf16", "row", "col")
+    assert 0.2 < explain_call("gemm_bias", call, chip.device).achieved <= 1.05

@@ -1,5 +1,6 @@
 """FP64: what is served and by which instruction, what is refused, and the reference."""
 
+import pickle
 import re
 from dataclasses import replace
 
@@ -16,11 +17,13 @@ from cutlass_ops.choose import dispatch, space
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, doubles
+from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.operations import OPS, to_fp32
+from cutlass_ops.epilogue.trace import Epilogue
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.cpp import DOUBLES
 from cutlass_ops.kinds.sm80 import model
-from cutlass_ops.run import requests
+from cutlass_ops.run import ops, requests
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
 
@@ -195,13 +198,62 @@ def test_gradients_with_constants_are_refused_of_fp64():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 0.75, 2.0**-40, 123456.0, float("inf"), 1.5 * 2.0**60])
 def test_constants_that_fp32_has_are_constants_of_fp64(value):
-    assert doubles._is_kept(value)
+    assert doubles._looks_kept(value)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, torch.pi, 1e-5, 0.044715])
 def test_constants_that_fp32_rounds_are_not(value):
-    assert not doubles._is_kept(to_fp32(value))
+    assert not doubles._looks_kept(to_fp32(value))
     assert close64(co.gemm(P, Q.t(), epilogue=halved), P @ Q.t() * 0.5 + (3 - 2.0**-20))
+
+
+ROUNDED = {
+    "1.000000001": lambda x: x * (1 + 1e-9),
+    "16777217.0": lambda x: x + 16777217,
+    "1000000.001": lambda x: x + 1000000.001,
+    "2.0000000001": lambda x: co.e.where(x < 2.0000000001, x, 0.0),
+    "0.5000000009313226": lambda x: x + co.e.add(0.5, 2.0**-30),
+    "0.0": lambda x: x + co.e.sub(co.e.add(1, 2.0**-30), 1),
+}
+
+
+@pytest.mark.parametrize(("number", "use"), ROUNDED.items(), ids=ROUNDED)
+def test_constants_that_do_not_show_that_fp32_rounded_them_are_refused(number, use):
+    """Of the graph's value alone, none of these differs from what FP32 has exactly."""
+
+    @co.epilogue
+    def written(acc, bias: co.Row):
+        return use(acc) + bias
+
+    @co.epilogue
+    def rounded(acc, bias: co.Row):
+        return use(acc) + bias
+
+    graph = Graph.from_json(written.graph.to_json())
+    plain = Epilogue.of("plain", "", graph)
+    assert written == rounded != plain
+    assert co.gemm(P, Q.t(), epilogue=plain, bias=ROW).isfinite().all()
+    found = pickle.loads(pickle.dumps([written, written.graph.then(halved.graph), ops.op_of(written)]))
+    again, then, op = found[0], Epilogue.of("then", "", found[1]), found[2]
+    for call in (
+        lambda: co.gemm(P, Q.t(), epilogue=written, bias=ROW),
+        lambda: co.gemm(P.clone().requires_grad_(), Q.t(), epilogue=again, bias=ROW),
+        lambda: co.gemm(P, Q.t(), epilogue=then, bias=ROW),
+        lambda: op(P, Q.t(), ROW),
+    ):
+        with pytest.raises(TypeError, match=rf"its constant {re.escape(number)} is rounded to FP32, .* use a Scalar"):
+            call()
+    types = {"a": "f64.row", "b": "f64.col", "d": "f64.row"}
+    config = sm80(16, instruction=(16, 8, 4), tile=(64, 64), warp=(32, 32))
+    spec = co.KernelSpec(**types, epilogue=written, config=config, target="sm_90")
+    assert any(number in problem.message for problem in legality.check(spec))
+    # Elsewhere it is the kernel of what FP32 has.
+    specs = [co.KernelSpec(**INT8_TYPES, epilogue=e, config=INT8_CONFIG) for e in (written, plain)]
+    assert specs[0] == specs[1] == co.KernelSpec.from_json(specs[0].to_json())
+    signatures = [
+        signature_of(call_at(e.graph, Problem(64, 64, 64), "bf16", "row", "col"), H100) for e in (written, plain)
+    ]
+    assert signatures[0] == signatures[1]
 
 
 def test_every_function_in_fp64_is_in_the_header():

@@ -182,6 +182,12 @@ def test_other_numbers_and_some_outputs():
         launch(alpha=torch.tensor(2.0, requires_grad=True))
     with pytest.raises(TypeError, match="alpha must be a number"):
         launch(alpha="2")
+    with pytest.raises(ValueError, match=r"^alpha is 1e\+39, beyond FP32's range"):
+        launch(alpha=1e39)
+    number = torch.tensor(0.5)
+    frozen = co.prepare_launch(several, x, w, bias, number)
+    number.fill_(4.0)
+    assert equal(frozen(), co.gemm(x, w, epilogue=several, bias=bias, alpha=0.5))
 
 
 def test_strides_may_be_others_that_the_kernel_reads(ready):

@@ -187,7 +187,7 @@ def test_conditions_and_indices_are_computed_where_they_are_needed():
 
     source = of(both)
     assert source.count("bool const v0_ = (total_ > 1.0f);") == 2
-    assert source.count("int const v1_ = (cutlass_ops::index_of(row_index) + 3);") == 2
+    assert source.count("int const v1_ = int(unsigned(cutlass_ops::index_of(row_index)) + unsigned(3));") == 2
     assert source.count("cutlass_ops::exp(") == 1
     assert "float apply(float row_index, float total_)" in source
 

@@ -81,9 +81,9 @@ def test_a_multiprocessor_holds_what_its_own_memory_and_threads_allow(config, ta
 def test_a_kernel_with_much_shared_memory_is_alone_where_there_is_less():
     config = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32), stages=4)
     assert [model_sm80.resident(config, target=f"sm_{n}") for n in (80, 86, 89, 90)] == [2, 1, 1, 2]
-    a10 = Device((8, 6), 108)
+    smaller, larger = Device((8, 6), 108), Device((8, 0), 108)
     problem, alone = Problem(8192, 4096, 4096), Pool((config,))
-    assert alone.times([problem], a10) > alone.times([problem], A100)
+    assert alone.times([problem], smaller) > alone.times([problem], larger)
 
 
 @pytest.mark.parametrize(("of", "device"), [(odd(1), A100), (odd(2), A100), (signature(), A100)])
@@ -94,7 +94,8 @@ def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
         assert isinstance(config, Sm80Config)
         assert not legality.check(device.spec(of, config))
     assert {c.stream_k for c in space.sm80_configurations(of, device)} == {False, True}
-    times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment, target="sm_80") for c in found]
+    costs = model_sm80.costs_of(device)
+    times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment, costs, target="sm_80") for c in found]
     assert times == sorted(times)
 
 

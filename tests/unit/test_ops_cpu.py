@@ -11,6 +11,7 @@ import cutlass_ops as co
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run import kernels, named, ops, serving
 from cutlass_ops.run.call import device_of
+from cutlass_ops.run.results import Outputs
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -202,22 +203,35 @@ def test_a_scalar_is_a_number_or_a_tensor_without_dimensions(alpha):
 
 
 @co.epilogue
+def tallied(acc):
+    return {"d": acc, "count": co.e.sum(acc > 0, dim=1), "index": co.e.argmax(acc, dim=1)}
+
+
+def test_outputs_may_be_called_as_methods_of_tuples_are():
+    a, b = matrix(3, 20, BF16), matrix(20, 14, BF16)
+    found = co.gemm(a, b, epilogue=tallied, out_dtype=F32)
+    assert found.count is found[1]
+    assert found.index is found[2]
+    usual = Outputs(("d", "pre"), (1, 2))
+    assert (usual.count(2), usual.index(2)) == (1, 1)
+
+
+@co.epilogue
 def normed_gate(acc, eps: co.Scalar, up: co.Product, bias: co.Row):
-    """A gate behind a norm, and the mean that it took."""
+    """A gate behind a norm, and the mean of rows."""
     scale = co.rsqrt(co.mean_square_of_a() + eps)
-    return {"d": co.silu(acc * scale + bias) * (up * scale), "mean": co.sum(co.mean_of_a() + acc * 0.0, dim=1)}
+    return co.silu(acc * scale + bias) * (up * scale) + co.mean_of_a()
 
 
-@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
-def test_values_gathered_from_a_and_a_second_product(majors):
-    a, b, up = matrix(12, 20, BF16, majors[0]), matrix(20, 14, BF16, majors[1]), matrix(20, 14, BF16, majors[1])
-    bias = torch.randn(14)
-    result = co.gemm(a.view(3, 4, 20) if majors[0] == "row" else a, b, epilogue=normed_gate, eps=1e-5, up=up, bias=bias)
+@pytest.mark.parametrize("major", ["row", "col"])
+def test_values_gathered_from_a_and_a_second_product(major):
+    a, b, up = matrix(12, 20, BF16, major), matrix(20, 16, BF16, "col"), matrix(20, 16, BF16, "col")
+    bias = torch.randn(16)
+    d = co.gemm(a.view(3, 4, 20) if major == "row" else a, b, epilogue=normed_gate, eps=1e-5, up=up, bias=bias)
     x = a.double()
     scale = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    wanted = F.silu(x @ b.double() * scale + bias.double()) * (x @ up.double() * scale)
-    assert error(result.d.reshape(12, 14), wanted) <= torch.finfo(BF16).eps
-    assert error(result.mean.flatten(), x.mean(1) * 14) <= 1e-5
+    wanted = F.silu(x @ b.double() * scale + bias.double()) * (x @ up.double() * scale) + x.mean(1, keepdim=True)
+    assert error(d.reshape(12, 16), wanted) <= torch.finfo(BF16).eps
     assert "up : (K, N)" in ops.op(normed_gate).__doc__
 
 
@@ -346,6 +360,17 @@ def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
 def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
     with pytest.raises((TypeError, ValueError), match=r"^alpha "):
         co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
+
+
+@pytest.mark.parametrize("alpha", [1e39, -3.4028236e38, torch.tensor(1e39, dtype=torch.float64), 10**40], ids=repr)
+def test_a_scalar_that_would_be_infinite_is_refused(alpha):
+    inputs = everything_inputs(4, 6) | {"alpha": alpha}
+    with pytest.raises(
+        ValueError, match=r"^alpha is .*, beyond FP32's range: pass a number up to 3\.4e38, or math\.inf"
+    ):
+        co.gemm(A, B, epilogue=everything, **inputs)
+    for finite in (float("inf"), 3.4028235e38, float("nan")):
+        co.gemm(A, B, epilogue=everything, **inputs | {"alpha": finite})
 
 
 def test_a_scalar_tensor_is_checked_like_any_other():

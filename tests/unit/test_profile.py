@@ -370,7 +370,7 @@ def test_an_op_is_run_between_marks():
         ("no.py", (), "no.py is not a file"),
         ("gem", ("512x512x512",), "is not the name of an op"),
         ("gemm", (), "is not a problem size"),
-        ("gemm", ("512x512x512", "64x64x64"), "at one problem, not at 2"),
+        ("gemm", ("512x512x512", "64x64x64"), "at one problem here, not at 2"),
     ],
 )
 def test_wrong_targets(target, arguments, says):

@@ -365,6 +365,17 @@ def test_indices_are_whole_numbers_beyond_what_fp32_holds():
     assert evaluate(epilogue(f).graph, torch.ones(3, 1), {})["d"].flatten().tolist() == [0.0, 1.0, 0.0]
 
 
+def test_indices_wrap():
+    def f(acc):
+        place = functions.column_index() * 1103515245
+        return {"d": acc * (place < 0), "other": acc * (-place + 2654435761 >= 0)}
+
+    found = evaluate(epilogue(f).graph, torch.ones(1, 9), {})
+    place = [(n * 1103515245 + 2**31) % 2**32 - 2**31 for n in range(9)]
+    assert found["d"][0].tolist() == [float(x < 0) for x in place]
+    assert found["other"][0].tolist() == [float((2654435761 - x) % 2**32 < 2**31) for x in place]
+
+
 # Of the authors of Philox: the known answers of philox4x32 with ten rounds.
 ANSWERS = [
     ([0, 0, 0, 0], [0, 0], "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

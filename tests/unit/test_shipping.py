@@ -115,7 +115,7 @@ def test_a_gemm_without_an_epilogue(op):
     ("fields", "why"),
     [
         ({"ops": "gemm"}, "ops must be a tuple of names and epilogues, not 'gemm'"),
-        ({"ops": (3,)}, "3 is a int: it must be decorated"),
+        ({"ops": (3,)}, "3 is of the type int: name a function decorated"),
         ({"shapes": "1x1x1"}, "shapes must be a tuple of strings, not '1x1x1'"),
         ({"weights": (3,)}, "weights must be a tuple of strings, not (3,)"),
         ({"input_dtypes": {"bias": "f32"}}, "input_dtypes must be a tuple of pairs of strings, not {'bias': 'f32'}"),
@@ -229,7 +229,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["a:b"]\nshapes = ["1x1x1"]', "a:b cannot be imported"),
         (
             'K archs = ["sm_80"]\nops = ["json:dumps"]\nshapes = ["1x1x1"]',
-            "must be decorated with @cutlass_ops.epilogue",
+            "name a function decorated with @cutlass_ops.epilogue",
         ),
         (
             'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1"]',

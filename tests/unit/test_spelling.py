@@ -173,8 +173,10 @@ def test_ops_by_name():
     assert spelling.op_of("package.module:name") == "package.module:name"
     assert spelling.op_of("./package/module.py:name") == "package.module:name"
     for text in ("", ":", "module:", ":name", "gemm_bias_rule"):
-        with pytest.raises(ConfigError, match=r"is not the name of an op:.* The ops are gemm, .*gemm_swiglu"):
+        with pytest.raises(ConfigError, match=r"is not the name of an op[:.].* The ops are gemm, .*gemm_swiglu"):
             spelling.op_of(text)
+    with pytest.raises(ConfigError, match=r"'grouped_gemm' has the op of its epilogue: name that, and pass --groups"):
+        spelling.op_of("grouped_gemm")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

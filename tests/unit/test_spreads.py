@@ -100,8 +100,9 @@ def test_spreads_have_names_and_weights_that_add_up():
     two = spreads.named(["Zipf", "random"])
     assert [s.name for s in two] == ["random", "Zipf"]
     assert [s.weight for s in two] == pytest.approx([0.25, 0.75])
-    for wrong in (["zipf"], ["equal", "all"], "equal"):
-        with pytest.raises(ValueError, match="pass a sequence of some of 'equal', 'random', 'Zipf', 'one'"):
+    assert spreads.in_order(["zipf", "EQUAL"]) == ("equal", "Zipf")
+    for wrong, says in ((["equal", "all"], "use some of equal, random, Zipf, one"), ("equal", "a sequence of names")):
+        with pytest.raises(ValueError, match=says):
             spreads.named(wrong)
 
 

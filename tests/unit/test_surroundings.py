@@ -497,10 +497,10 @@ def test_a_spawned_process_gets_an_epilogue_and_an_op():
 # ---- Numbers -------------------------------------------------------------------------------------------------------
 
 NUMBERS = (
-    *(0.5, 2, -0.0, 1e39, float("inf"), np.float32(0.5), np.float64(0.5), np.int64(2), np.array(0.5), np.array([0.5])),
+    *(0.5, 2, -0.0, float("inf"), np.float32(0.5), np.float64(0.5), np.int64(2), np.array(0.5), np.array([0.5])),
     *(torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5]), torch.tensor(2)),
 )
-NOT_NUMBERS = (True, np.bool_(True), "1", None, 1j, 10**400, torch.tensor(True), torch.tensor(1j), torch.ones(2))
+NOT_NUMBERS = (True, np.bool_(True), "1", None, 1j, 1e39, 10**400, torch.tensor(True), torch.tensor(1j), torch.ones(2))
 
 
 def with_scale(scale):

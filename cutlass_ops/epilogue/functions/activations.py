@@ -154,6 +154,8 @@ def softplus(x: Value | float, beta: float = 1.0, threshold: float = 20.0) -> Va
     ...     return co.e.softplus(acc) + co.e.softplus(acc, beta=2.0)
     """
     number = apply_float(x)
+    if isinstance(beta, Value) or isinstance(threshold, Value):
+        raise error("softplus", "co.softplus takes Python numbers for beta and threshold: use co.softplus(x * b) / b")
     if (beta, threshold) == (1.0, 20.0):
         return apply("softplus", number)
     scaled = number * beta

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cutlass_ops.declare.chips import peaks_of
 from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -71,8 +72,9 @@ _BY_CHIP = {"NVIDIA H200": H200}
 
 
 def numbers_of(device: Device) -> Numbers:
-    """Return the parameters of a device's chip."""
-    return _BY_CHIP.get(device.name, H100)
+    """Return the parameters of a device's chip: those of an H100 with its bandwidth, if nothing was measured there."""
+    known = _BY_CHIP.get(device.name)
+    return known or H100._replace(bandwidth=H100.bandwidth * peaks_of(device.name).memory)
 
 
 def predict(

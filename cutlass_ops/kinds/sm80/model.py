@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cutlass_ops.base import arch
+from cutlass_ops.declare.chips import CHIPS, USUAL, peaks_of
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -90,6 +91,10 @@ H100_FP64 = Costs(
     dram=3691.0,
     registers=178.0,
 )
+# The chips of which these costs are; those of FP64 were measured on the second, those of 16 bits on the first.
+_MEASURED = (USUAL.name, "NVIDIA H200")
+# Of Hopper's peak, which is that of wgmma, mma.sync reaches half at most; of the other chips' peaks, all.
+_OF_MMA_SYNC = 2.0
 # Microseconds that a call spares the host, and that the GPU would wait for, if its kernel reads misaligned operands as
 # they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
 # counts: back to back, small problems took 0.3 to 0.45 of the model's times, which are fitted to larger ones. It counts
@@ -103,6 +108,17 @@ _16_BITS = (2, 2)
 # part of its work, the mean of `benchmarks/results/types_h200.json` comes out, of problems that memory does not bound.
 # It was measured on Hopper, where these kernels are compared with those of wgmma that copy operands.
 _RATE_OF_TF32, _SHARE_OF_TF32 = 0.5, 0.69
+
+
+def costs_of(device: Device, element_bytes: int = _16_BITS[0]) -> Costs:
+    """Return a device's parameters for elements of so many bytes: those measured, scaled by the peaks of its chip."""
+    double = element_bytes == _FP64
+    costs = H100_FP64 if double else H100
+    if device.name in _MEASURED or device.name not in CHIPS:
+        return costs
+    peaks, measured = peaks_of(device.name), peaks_of(_MEASURED[double])
+    products = peaks.products if double or device.has_wgmma else _OF_MMA_SYNC * peaks.products
+    return replace(costs, products=costs.products * products, dram=costs.dram * peaks.memory / measured.memory)
 
 
 def predict(
@@ -269,7 +285,8 @@ class Sm80Timer:
         widths = self.traits.element_bytes, self.traits.d_bytes
         rate, sms = self.traits.rate, device.multiprocessors
         share = _SHARE_OF_TF32 if device.has_wgmma and rate == _RATE_OF_TF32 else 1.0
-        found = times(self.blocks, problems, sms, alignment, None, widths, target, rate, share)
+        costs = costs_of(device, widths[0])
+        found = times(self.blocks, problems, sms, alignment, costs, widths, target, rate, share)
         if device.has_wgmma and any(self.traits.copied):
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
             spares = (self.blocks.stream_k == 0) & (Extents.of(problems).gemms == 1)

@@ -17,6 +17,7 @@ from typing import get_args
 import numpy as np
 
 from cutlass_ops.base import arch
+from cutlass_ops.declare.chips import peaks_of
 from cutlass_ops.declare.config import Means, Schedule, Sm90Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -184,8 +185,9 @@ _CHIPS = {"NVIDIA H200": H200}
 
 @lru_cache(maxsize=16)
 def costs_of(device: Device) -> Costs:
-    """Return a device's parameters. An unknown chip is treated as an H100 with the device's number of SMs."""
-    chip = _CHIPS.get(device.name, H100)
+    """Return a device's parameters: an H100's with its number of SMs and its peaks, if nothing was measured there."""
+    peaks = peaks_of(device.name)
+    chip = _CHIPS.get(device.name) or replace(H100, clock=H100.clock * peaks.products, dram=H100.dram * peaks.memory)
     fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
     return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 

@@ -129,7 +129,8 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
     others = get_args(Means) if signature.epilogue.gathered else ()
     schedules: tuple[Schedule, ...] = ("warp_specialized", "pingpong")
     for schedule in schedules if config.schedule == "warp_specialized" else (config.schedule,):
-        like = config if schedule == config.schedule else replace(config, schedule=schedule)
+        # A persistent block has its multiprocessor to itself, and no other computes a part of its K.
+        like = config if schedule == config.schedule else replace(config, schedule=schedule, resident=1, split_k=1)
         yield like
         yield from (replace(like, means=way) for way in others if way != config.means)
 

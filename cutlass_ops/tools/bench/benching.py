@@ -118,9 +118,8 @@ def bench(
     >>> print(co.bench("gemm_bias_relu", "1,512x4096x4096", against=["eager", "cublaslt"]))  # doctest: +SKIP
     """
     chosen, named = list(dict.fromkeys(against)), spelling.op_of(op)
-    unknown = [name for name in chosen if name not in NAMES]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no other way: use some of {', '.join(NAMES)}")
+    for name in chosen:
+        require_way(name)
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: use at least 1")
     dtype, a_major, b_major = spelling.dtype_of(dtype), spelling.major_of(a), spelling.major_of(b)
@@ -137,6 +136,12 @@ def bench(
                 rows.append(_row(work, chosen, rounds, clock, str(environment.get("chip"))))
             shown.finished(rows[-1].name)
     return Benchmark(named, dtype, a_major, b_major, environment, tuple(rows))
+
+
+def require_way(name: str) -> None:
+    """Require the name of a way to compute the same; a ValueError lists them."""
+    if name not in NAMES:
+        raise ValueError(f"{name!r} is not a way to compare with: use some of {', '.join(NAMES)}")
 
 
 def _problems(given: Any) -> list[Problem]:

@@ -107,6 +107,11 @@ def from_text(text: str, major: str, m: int, n: int, k: int, *, first: bool) -> 
     return replace(given, line_bytes=math.gcd(lines, declared, arch.TMA_ALIGNMENT_BYTES))
 
 
+def require_text(text: str) -> None:
+    """Require a text such as ``"bf16.row"``; a ValueError says what it may be."""
+    from_text(text, "row", 1, 1, 1, first=True)
+
+
 def precision_of(text: str) -> str:
     """Return what a text such as ``"tf32.row"`` says of the precision: ``"ieee"`` if it names another type."""
     match = _TEXT.fullmatch(text.strip().lower())

@@ -88,11 +88,10 @@ def contract(
       limit     bound by launch on NVIDIA A100-SXM4-80GB: ...
     """
     asked = _asked(a, b, m, n, k, precision)
-    architecture, chip = _where(arch)
+    architecture, chip = where(arch)
     tile = _tile(block_m, block_n, block_k, num_warps, num_stages)
     program = program or ("library" if tile is None else "triton")
-    if program not in PROGRAMS:
-        raise ValueError(f"program is {program!r}: use one of {', '.join(PROGRAMS)}")
+    require_program(program)
     if program == "triton":
         if tile is None:
             raise ValueError("block_m, block_n and block_k are missing: Triton's choice depends on them")
@@ -102,11 +101,23 @@ def contract(
     return _contract(program, asked, architecture, chip, ruling)
 
 
+def require_program(name: str) -> None:
+    """Require the name of a program whose rules are known; a ValueError lists them."""
+    if name not in PROGRAMS:
+        raise ValueError(f"program is {name!r}: use one of {', '.join(PROGRAMS)}")
+
+
+def require_precision(name: str) -> None:
+    """Require something that becomes of FP32; a ValueError lists what there is."""
+    if name not in PRECISIONS:
+        raise ValueError(f"precision is {name!r}: use one of {', '.join(PRECISIONS)}")
+
+
 def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precision: str | None) -> Asked:
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         raise ValueError("a and b must both be tensors, or both texts such as 'bf16.row'")
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}: use one of {', '.join(PRECISIONS)}")
+    if precision is not None:
+        require_precision(precision)
     if isinstance(a, torch.Tensor):
         if (m, n, k) != (None, None, None):
             raise ValueError("m, n and k are the tensors' own: leave them out, or pass texts such as 'bf16.row'")
@@ -123,7 +134,7 @@ def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precisio
     return Asked(first, second, *problem.extents, precision or precision_of(a))
 
 
-def _where(name: str | None) -> tuple[Architecture, Chip | None]:
+def where(name: str | None) -> tuple[Architecture, Chip | None]:
     """Return the architecture, and the chip whose peaks stand for it, if one is known."""
     chip = None
     if name is None and torch.cuda.is_available():

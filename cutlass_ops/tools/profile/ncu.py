@@ -50,7 +50,7 @@ class Refusal:
     command: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"no counters: {self.why}\nThen run:\n  {shlex.join(self.command)}"
+        return f"no counters: {self.why}\nOn a machine with a GPU, run:\n  {shlex.join(self.command)}"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Asked:
     @property
     def is_script(self) -> bool:
         """Whether the target is a script, not an op."""
-        return self.target.endswith(".py") and ":" not in self.target
+        return spelling.is_script(self.target)
 
     def program(self) -> tuple[str, ...]:
         """Return what Python runs.
@@ -75,10 +75,8 @@ class Asked:
                 raise ConfigError(f"{self.target} is not a file: give a Python script, or an op and MxNxK")
             return (self.target, *self.arguments)
         op = spelling.op_of(self.target)
-        problems = spelling.problems_of(self.arguments)
-        if len(problems) != 1:
-            raise ConfigError(f"profile runs an op at one problem, not at {len(problems)}: give one MxNxK")
-        return ("-m", "cutlass_ops.tools.workload", op, str(problems[0]), self.dtype, str(_CALLS))
+        problem = spelling.problem_of(self.arguments)
+        return ("-m", "cutlass_ops.tools.workload", op, str(problem), self.dtype, str(_CALLS))
 
     def request(self, python: str) -> Request:
         """Return what ncu runs, by this Python: of an op, only the marked launches count."""

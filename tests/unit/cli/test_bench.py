@@ -32,6 +32,11 @@ def test_json(kit, gpu, run):
     assert (code, json.loads(said)["dtype"]) == (0, "f16")
 
 
+def test_an_unknown_way_is_wrong_usage(kit, run):
+    code, _, err = run("bench", "gemm", "16x48x32", "--against", "nope")
+    assert (code, "'nope' is not a way to compare with: use some of eager, cublaslt" in err) == (2, True)
+
+
 def test_without_a_gpu(kit, run):
     code, _, err = run("bench", "gemm", "16x48x32")
     assert (code, "run it on a machine with a GPU" in err) == (4, True)

@@ -25,7 +25,13 @@ def test_a_triton_kernel(kit, run):
 
 
 def test_wrong_values(kit, run):
-    code, _, err = run("contract", "4096x4096x4096", "--arch", "sm_55")
-    assert (code, err.startswith("error: architecture 'sm_55' is not known")) == (1, True)
+    for option, value, says in (
+        ("--arch", "sm_12", "architecture 'sm_12' is not known"),
+        ("--a", "foo", "unknown dtype 'foo'"),
+        ("--program", "nope", "use one of library, triton, wmma"),
+        ("--precision", "nope", "use one of ieee, tf32, tf32x3"),
+    ):
+        code, _, err = run("contract", "4096x4096x4096", option, value)
+        assert (code, f"'{option}': " in err, says in err) == (2, True, True)
     code, _, err = run("contract", "4096x4096", "--block", "128x128")
     assert code == 2

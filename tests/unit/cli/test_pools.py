@@ -201,8 +201,8 @@ def test_a_distribution_may_be_signed_and_has_few_kernels_if_asked(kit, run, tmp
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("sm_70",), 1, "'sm_70' is not an architecture: use sm_80"),
-        (("sm_80", "--op", "gemm_tanh"), 1, "'gemm_tanh' is not an op of distributions: use gemm"),
+        (("sm_70",), 2, "'sm_70' is not an architecture: use sm_80"),
+        (("sm_80", "--op", "gemm_tanh"), 2, "'gemm_tanh' is not an op of distributions: use gemm"),
         (("sm_80", "--dtype", "f128"), 2, "f128"),
         (("sm_80", "--plan", "--only", "3"), 2, "exclude each other"),
     ],

@@ -64,6 +64,8 @@ def test_an_op_has_no_options_of_its_own(kit, run):
     assert "--launch-count 3" in said
     assert "gemm 512x512x512 f16" in said
     assert run("profile", "gemm", "512x512x512", "--lunches", "3")[0] == 2
+    for wrong in (["gemm"], ["gemm", "1x1x1", "2x2x2"], ["gemmm", "1x1x1"]):
+        assert run("profile", *wrong)[0] == 2
 
 
 @pytest.mark.slow

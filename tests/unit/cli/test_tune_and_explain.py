@@ -115,7 +115,7 @@ def test_explain_refuses_what_it_cannot_read(run, args, why):
     ("args", "why"),
     [
         (["no_such_module:f", "1x1x1"], "cannot be imported"),
-        (["json:dumps", "1x1x1"], "must be decorated"),
+        (["json:dumps", "1x1x1"], "name a function decorated with"),
     ],
 )
 def test_explain_refuses_an_import_path_that_leads_to_no_epilogue(kit, run, args, why):
@@ -207,13 +207,45 @@ def test_tune_takes_groups(kit, run, monkeypatch, options, groups, spreads, op):
     assert calls == [(op, groups, spreads, None)]
 
 
+def test_explain_of_groups(run):
+    code, out, _ = run("explain", "gemm_bias", "32x4096x4096", "--groups", "16", "--device", "H100")
+    assert code == 0
+    assert "in 16 groups" in out
+    assert "chosen for 16 with a mean of 32 rows" in out
+
+
+def test_explain_says_no_where_nothing_serves(run, tmp_path, monkeypatch):
+    (tmp_path / "two.py").write_text(
+        "import cutlass_ops as co\n@co.epilogue\ndef two(acc, up: co.Product):\n    return acc * up\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("explain", "two:two", "64x64x64", "64x128x64", "--device", "A100")
+    assert code == 1
+    assert "NOTHING" in out.upper()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("explain", ["1x64x64", "--dtype", "tf32"]),
+        ("tune", ["1x64x64", "--dtype", "bf16,tf32"]),
+        ("bench", ["1x64x64", "--dtype", "tf32"]),
+        ("profile", ["1x64x64", "--dtype", "tf32"]),
+    ],
+)
+def test_a_dtype_that_the_op_does_not_take_is_wrong_usage(run, command, arguments):
+    code, out, err = run(command, "rmsnorm_gemm", *arguments)
+    assert (code, out) == (2, "")
+    assert "rmsnorm_gemm does not take tf32: use bf16 or f16" in err
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         (["--groups", "0"], "Invalid value for '--groups'"),
         (["--spread", "one"], "--spread needs --groups: say how many experts there are"),
         (["--wgrad"], "--wgrad needs --groups: say how many experts there are"),
-        (["--groups", "4", "--spread", "zipf"], "spreads has 'zipf': pass a sequence of some of 'equal', 'random'"),
+        (["--groups", "4", "--spread", "zap"], "'--spread': 'zap' is not a spread of rows: use some of equal, random"),
         (["--groups", "4", "--batches", "4"], "--groups and --batches exclude each other"),
         (["--groups", "4", "--allow-fallback"], "PyTorch serves no groups"),
     ],
