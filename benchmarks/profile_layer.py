@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, including the new one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    head = harness.begin()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
@@ -102,7 +103,7 @@ def main() -> None:
                 rows += [{"phase": phase, "m": int(m), "variant": name, **kernel} for kernel in kernels]
                 sums = {k: round(sum(r["us"] for r in kernels if r["kind"] == k), 1) for k in (*KINDS, "other")}
                 print(case, name, sums, flush=True)
-            harness.save(args.out, {**harness.environment(), "rows": rows})
+            harness.save(args.out, {**head, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -210,6 +210,12 @@ FP8_GATES: tuple[Shape, ...] = tuple(
     for n, k in ((14336, 4096), (28672, 8192), (6144, 2048))
     for m in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 )
+# GEMMs of an FP8 layer of Llama-3.1-8B's size, with epilogues of their own: those of queries, keys and values, of gate
+# and up, and those that add to the residual stream.
+_LAYER_ROWS = (1, 16, 64, 256, 1024, 4096)
+FP8_QKV: tuple[Shape, ...] = tuple((m, 6144, 4096) for m in _LAYER_ROWS)
+FP8_UP: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in _LAYER_ROWS)
+FP8_ADDED: tuple[Shape, ...] = tuple((m, 4096, k) for k in (4096, 14336) for m in _LAYER_ROWS)
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,
     "unseen": UNSEEN,

@@ -3,6 +3,7 @@
     python benchmarks/tune_tables.py --op gemm_bias_relu --dtypes bf16 --folder cutlass_ops/tuned
     python benchmarks/tune_tables.py --op scaled --math fast --dtypes e4m3 --shapes fp8 --folder cutlass_ops/tuned
     python benchmarks/tune_tables.py --op scaled_blocks --dtypes e4m3 --shapes fp8 --folder /tmp/tuned --plan H200
+    python benchmarks/tune_tables.py --op fp8_added --dtypes e4m3 --shapes fp8_added --folder cutlass_ops/tuned
 
 A stopped run continues where it ended, and --seconds stops one. --plan needs no GPU: it prints the kernels that a run
 on such a one would compile and race. With several GPUs, give each an op of its own (CUDA_VISIBLE_DEVICES), and each
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import shapes
 import torch
 
+import cutlass_ops as co
 from cutlass_ops.base import mma
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import Config, config_from_json
@@ -30,9 +33,15 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import named, norms, ops
+from cutlass_ops.run.requests import requested
 from cutlass_ops.run.scaled import scaled_op
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.tuning import Effort, tune
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import fp8_layer
+import transformer_block
 
 _SETS = (
     "grid",
@@ -48,8 +57,12 @@ _SETS = (
     "means",
     "fp8",
     "fp8_gates",
+    "fp8_qkv",
+    "fp8_up",
+    "fp8_added",
 )
 _SUMS = {"row_sum_square": "f32"}
+_D = {"fp8_up": torch.float8_e4m3fn}  # of an op whose D has not its usual dtype
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 
@@ -67,6 +80,7 @@ def main() -> None:
         "scaled_rows": scaled_op(True, True, None),
         "scaled_blocks": scaled_op(False, False, None, True),
         "quantized_swiglu": ops.op(composed.quantized_swiglu),
+        **fp8_layer_ops(),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(ops_by_name), default="gemm_bias_relu")
@@ -109,18 +123,19 @@ def main() -> None:
     first, step = map(int, args.part.split("/"))
     # Results are reported over the grid, so every part has it.
     wanted = tuple(shape for at, shape in enumerate(wanted) if at % step == first or shape in shapes.GRID)
-    if args.op.startswith(("scaled", "quantized")):
-        inputs = {each.name: "f32" for each in op.graph.inputs if each.kind is not Kind.PRODUCT}
+    if args.op.startswith(("scaled", "quantized", "fp8_")):
+        of_operands = (Kind.PRODUCT, Kind.TILE)
+        inputs = {each.name: "f32" for each in op.graph.inputs if each.kind not in of_operands and each.name != "gamma"}
     else:
         inputs = _SUMS if args.op.endswith("_sums") else None
     op = op if args.math is None else op.in_math(args.math)
     if args.plan:
-        _show_plan(op, wanted, args.dtypes, args.majors, args.plan, effort, inputs)
+        _show_plan(op, wanted, args.dtypes, args.majors, args.plan, effort, inputs, _D.get(args.op))
         return
     report = tune(
         op, wanted,
         dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
-        input_dtypes=inputs, folder=args.folder.absolute(), again=args.again,
+        input_dtypes=inputs, out_dtype=_D.get(args.op), folder=args.folder.absolute(), again=args.again,
         show=print,
     )  # fmt: skip
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
@@ -136,12 +151,13 @@ def _show_plan(
     gpu: str,
     effort: Effort,
     inputs: Mapping[str, str] | None,
+    out_dtype: torch.dtype | None,
 ) -> None:
     """Print what would be compiled and raced for each signature, if nothing were known of it."""
     device, problems = gpu_named(gpu), {}
     for dtype in dtypes:
         for problem in map(Problem.of, wanted):
-            signature = tuning.signature_at(op.graph, problem, dtype, *majors, None, device, inputs, math=op.math)
+            signature = tuning.signature_at(op.graph, problem, dtype, *majors, out_dtype, device, inputs, math=op.math)
             problems.setdefault(signature, []).append(problem)
     for signature, each in problems.items():
         planned = tuning.plan({signature: each}, device, effort)
@@ -150,6 +166,22 @@ def _show_plan(
         for task in planned:
             print(f"{task.problem}: {' '.join(map(str, task.entrants))}")
         print(f"{signature.a} {signature.b}: {len(kernels)} kernels for {len(each)} problems, {sum(raced)} entrants")
+
+
+def fp8_layer_ops() -> dict[str, ops.Op]:
+    """Return the ops of examples/fp8_layer.py by name, as they are when its scales are static."""
+    x = torch.ones(16, 32).to(fp8_layer.FP8)
+    w = co.prepare(torch.ones(32, 32, dtype=torch.bfloat16), dtype=fp8_layer.FP8)
+    stream, of_rows, columns = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(16), torch.ones(32)
+    given = {"scale_a": 1.0, "math": fp8_layer.SUMS}
+    normed = {"rstd": co.RowStatistic(of_rows, 32, 1e-5), **given}
+    copied = {"scale_out": 1.0, "gamma": columns.bfloat16(), "eps": 1e-5}
+    rotation = {"epilogue": transformer_block.rotary, "position": of_rows, "frequency": columns}
+    return {
+        "fp8_qkv": requested(co.rmsnorm_gemm, x, w, **normed, **rotation).op,
+        "fp8_up": requested(co.gemm_swiglu, x, w, w, scale_out=1.0, out_dtype=fp8_layer.FP8, **normed).op,
+        "fp8_added": requested(co.gemm_residual_rms, x, w, stream, **given, **copied).op,
+    }
 
 
 def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
