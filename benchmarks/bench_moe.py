@@ -21,8 +21,9 @@ With `--parts` the layer is timed against itself without some steps, to know how
 itself, under torch.compile. `no_gather` is given the rows that its first GEMM reads: a kernel that read rows by
 index could hardly be faster than this, though it would read each token's row from memory once. `no_combine` returns the
 rows of all slots: a kernel that added them up per token could at most be as fast. `neither` is both. Steps have their
-names in the example. `route_maxima` finds experts by one maximum after the other, and `arrange_counts` sorts up to 1024
-slots by counting those before each. `arrange_wide` sorts INT64, and `combine_sum` is a sum over a dimension of slots.
+names in the example. `route_maxima` finds experts by one maximum after the other. Of experts that are equally likely it
+may choose others than topk does. `arrange_sort` sorts any number of slots, and `arrange_wide` as INT64. `combine_sum`
+is a sum over a dimension of slots.
 `combine_bag` adds up by embedding_bag and `combine_add` by index_add, that is by atomic additions; both without
 torch.compile, which has other kernels for the latter.
 Each row: {"model", "phase", "tokens", "active", "errors", "elsewhere", "ms": {name: ms}, "gain": {name: ratio and
@@ -59,8 +60,6 @@ STEPS = ("route", "arrange", "gather", "expand", "project", "combine")
 WITHOUT = {"no_gather": (False, True), "no_combine": (True, False), "neither": (False, False)}
 # More tokens than these are one sequence.
 _DECODED = 64
-# More slots than these are sorted: each is compared with all.
-_COUNTED = 1024
 # Each token's copies of weights would fill the memory with more.
 _BATCHED = 16
 # The relative error of a token from which on it had other experts. BF16's rounding gives a tenth of it.
@@ -186,32 +185,19 @@ def whole(layer: MoeLayer, gathers: bool, combines: bool, state: State) -> Tenso
 def route_by_maxima(layer: MoeLayer, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a layer's router does. torch.compile can make one kernel of these maxima and the softmax."""
     likely = F.softmax(F.linear(tokens, layer.router), dim=-1, dtype=torch.float32)
-    each = torch.arange(likely.shape[1], device=likely.device)
     found = []
     for _ in range(layer.chosen):
         share, expert = likely.max(-1)
         found.append((share, expert))
-        likely = torch.where(each == expert[:, None], -1.0, likely)
+        likely = torch.where(layer.every == expert[:, None], -1.0, likely)
     shares, experts = (torch.stack(parts, -1) for parts in zip(*found, strict=True))
     return shares / shares.sum(-1, keepdim=True) if layer.normalizes else shares, experts
 
 
-def arrange_by_counts(layer: MoeLayer, shares: Tensor, experts: Tensor) -> Slots:
-    """Return the slots as a layer sorts them. A slot's place is the number of those before it: one kernel, no sort."""
-    owners = experts.flatten().to(layer.every.dtype)
-    if len(owners) > _COUNTED:
-        return layer.arrange(shares, experts)
-    at = torch.arange(len(owners), device=owners.device)
-    before = (owners < owners[:, None]) | ((owners == owners[:, None]) & (at < at[:, None]))
-    back = before.sum(1)
-    ends = (owners <= layer.every[:, None]).sum(1, dtype=torch.int32)
-    order = torch.empty_like(back).scatter_(0, back, at)
-    return Slots(order // layer.chosen, shares.flatten()[order], ends, back)
-
-
 def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
     """Return a layer's steps by name, and other ways to route, to arrange slots and to combine them."""
-    wide = replace(layer, every=layer.every.long())
+    many = replace(layer, counted=range(0))
+    wide = replace(many, every=layer.every.long())
     return {
         "route": lambda s: layer.route(s.tokens),
         "arrange": lambda s: layer.arrange(s.shares, s.experts),
@@ -220,7 +206,7 @@ def steps(layer: MoeLayer) -> dict[str, Callable[[State], Any]]:
         "project": lambda s: layer.project(s.gated, s.slots),
         "combine": lambda s: layer.combine(s.rows, s.slots),
         "route_maxima": lambda s: route_by_maxima(layer, s.tokens),
-        "arrange_counts": lambda s: arrange_by_counts(layer, s.shares, s.experts),
+        "arrange_sort": lambda s: many.arrange(s.shares, s.experts),
         "arrange_wide": lambda s: wide.arrange(s.shares, s.experts),
         "combine_sum": lambda s: s.rows[s.slots.back].unflatten(0, (-1, layer.chosen)).sum(1),
     }

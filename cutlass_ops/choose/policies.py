@@ -514,8 +514,8 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
     """Return other tables to borrow from for kernels of Sm90, nearest first; none if the own table is the reference.
 
-    First a similar signature's, then that of FP8 for FP8 operands, then the reference; each first from this device,
-    then from the one that was measured first.
+    For FP8 operands the signature's own of another device, then that of similar FP8. Then a similar signature's, and
+    the reference. Each is from this device first, then from the one that was measured first.
     """
     usual = reference()
     if own is not None and own.is_about(usual.signature, usual.device):
@@ -527,6 +527,8 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
         ways[-2:-2] = [(name, _scaled(signature)) for name in places]
         if signature.epilogue.products and signature.epilogue.quantized is not None:
             ways[:0] = [(name, _quantized_gate(signature)) for name in places]
+        # Of the one that FP8 was measured on first, or of the other.
+        ways[:0] = [(name, signature) for name in (OF_FP8.name, USUAL.name) if name != device.name]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]

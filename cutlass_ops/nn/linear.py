@@ -113,7 +113,7 @@ def apply(
     """Call the one of a layer's ops that takes its bias and a residual, if there are any."""
     if must_leave_trace(weight):
         return add_to_main_grad(apply, ops, x, weight, bias, residual, as_b)
-    op = ops[bias is not None][residual is not None]
+    op = ops[int(bias is not None)][int(residual is not None)]
     if residual is None:
         found: Tensor = op(rows(x), as_b(weight), *vectors(bias))
         return found

@@ -158,7 +158,7 @@ def two_layers(
     """Compute two layers by the ops of each."""
     if must_leave_trace(*weights):
         return add_to_main_grad(two_layers, ops, x, weights, biases, residual, as_b)
-    first, second = ops[0][biases[0] is not None][False], ops[1][biases[1] is not None][residual is not None]
+    first, second = ops[0][int(biases[0] is not None)][0], ops[1][int(biases[1] is not None)][int(residual is not None)]
     inputs = vectors(biases[0]), vectors(biases[1])
     if residual is not None:
         inputs[1].append(rows(residual))
@@ -183,7 +183,7 @@ def gated_layers(
     if must_leave_trace(*weights):
         return add_to_main_grad(gated_layers, ops, x, weights, biases, residual)
     gate, up, down = map(matrix, weights)
-    first, second = ops[0][biases[0] is not None], ops[1][biases[2] is not None][residual is not None]
+    first, second = ops[0][int(biases[0] is not None)], ops[1][int(biases[2] is not None)][int(residual is not None)]
     inputs = vectors(biases[2]) if residual is None else [*vectors(biases[2]), rows(residual)]
     out_dtype = sum_dtype(x, residual)
     return chain(first, second, rows(x), gate, down, [up, *vectors(*biases[:2])], inputs, out_dtype=out_dtype)

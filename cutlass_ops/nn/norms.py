@@ -75,7 +75,7 @@ class NormLinear(torch.nn.Module):
             return found
         bias = linear.bias
         inputs = {} if bias is None else {"bias": bias.contiguous()}
-        return self._run(rows(x), norm, linear, self._folded_for(x), self._epilogues[bias is not None], inputs)
+        return self._run(rows(x), norm, linear, self._folded_for(x), self._epilogues[int(bias is not None)], inputs)
 
     @property
     def folds(self) -> bool:

@@ -66,7 +66,7 @@ def linear(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     last = Shard(x.ndim - 1)
     if by_rows:
         inputs = [] if layer.bias is None else [_local(layer.bias, mesh, Shard(0))]
-        op, out_dtype = layer._ops[layer.bias is not None][residual is not None], sum_dtype(x, residual)
+        op, out_dtype = layer._ops[int(layer.bias is not None)][int(residual is not None)], sum_dtype(x, residual)
         if residual is not None:
             inputs = [*inputs, rows(_local(residual, mesh, last))]
         d = op(x, weight.to_local().t(), *inputs, out_dtype=out_dtype)

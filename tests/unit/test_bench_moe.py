@@ -86,7 +86,7 @@ def test_parts_are_those_of_the_layer(bench, block, tokens, timed):
         torch.testing.assert_close(timed[near], wanted, atol=0.03 * float(wanted.abs().max()), rtol=0)
     for rows in ("no_combine", "neither"):
         assert torch.equal(timed[rows], timed["project"])
-    for other in ("arrange_wide", "arrange_counts"):
+    for other in ("arrange_wide", "arrange_sort"):
         for mine, alike in zip(timed["arrange"], timed[other], strict=True):
             assert torch.equal(mine, alike), other
     # Of experts that are equally likely, any may be chosen.
