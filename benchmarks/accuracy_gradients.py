@@ -73,7 +73,9 @@ def tensors(graph: Graph, dtype: torch.dtype, device: str) -> tuple[list[Tensor]
         elif i.name == "eps":
             x.fill_(1e-5)
     *given, grad = (x.to(dtype) for x in found)
-    return given, grad
+    # Weights (N, K), transposed: gates have no others.
+    of_b = {1, *(2 + at for at, i in enumerate(graph.inputs) if i.kind is Kind.PRODUCT)}
+    return [x.mT.contiguous().mT if at in of_b else x for at, x in enumerate(given)], grad
 
 
 def in_pytorch(graph: Graph, values: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -212,8 +212,10 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
         return any(is_vector(x) and x.ndim == rank and x.shape[dim] != 1 for x, dim in pairs)
     (k, n), batch = b.shape, tuple(a.shape[:-1])
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
-    of_a, of_b = has_blocks(a, scale_a), fits_b and is_vector(scale_b) and tuple(scale_b.shape) != (1, n)
     steps = mma.blocks(k)
+    # One block has one scale as well, and beside it those of rows may have any strides.
+    of_one = fits_b and steps == mma.blocks(n) == 1 and isinstance(scale_a, Tensor) and scale_a.ndim > 1
+    of_a, of_b = has_blocks(a, scale_a), fits_b and (is_vector(scale_b) or of_one) and tuple(scale_b.shape) != (1, n)
     if of_a and not fits_b:
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "

@@ -111,7 +111,7 @@ def on_meta(value):
 @pytest.mark.parametrize(("epilogue", "given", "inputs", "message"), UNSERVED.values(), ids=UNSERVED)
 def test_the_cpu_refuses_what_a_gpu_does(epilogue, given, inputs, message):
     op = requests.called(epilogue)
-    with pytest.raises(UnsupportedError, match=rf"^no kernel of any device supports {epilogue.name} .*{message}"):
+    with pytest.raises(UnsupportedError, match=rf"^no kernel of any device supports .*{message}"):
         op(*given, **inputs)
     with pytest.raises(UnsupportedError, match=message):
         co.explain(op, *given, **inputs)
