@@ -57,7 +57,11 @@ def _is_command() -> bool:
     import sys
 
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return script == "cutlass-ops" or (script == "-m" and "cutlass_ops" in sys.orig_argv)
+    if script != "-m":
+        return script == "cutlass-ops"
+    # What runs stands before its own arguments: as a word, or behind the letter.
+    module = sys.orig_argv[-len(sys.argv)]
+    return (module.partition("m")[2] if module.startswith("-") else module) in ("cutlass_ops", "cutlass_ops.__main__")
 
 
 if TYPE_CHECKING:

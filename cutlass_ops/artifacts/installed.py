@@ -81,15 +81,17 @@ def distributions() -> list[Distribution]:
         if entry.name == needs():
             found.append(each)
         else:
-            _warn(each, f"they are for {entry.name}, and this is cutlass_ops {resources.library_version()} ({needs()})")
+            library = resources.library_version()
+            why = f"they are for {entry.name}, and this is cutlass_ops {library} ({needs()})"
+            _warn(each, f"{why}. Install one that is made for it")
     return sorted(found, key=lambda each: each.name)
 
 
 def _warn(distribution: Distribution, why: object) -> None:
+    # No command that installs: whose package has such a name elsewhere, this library does not know.
     warn_once(
-        f"the kernels of the installed distribution {distribution} are not used: {why}. Install the one for this "
-        f'version, pip install --upgrade "{distribution.name}~={resources.library_version()}", or remove it, pip '
-        f"uninstall {distribution.name}"
+        f"the kernels of the installed distribution {distribution} are not used: {why}. To leave them out without this "
+        f"warning, pip uninstall {distribution.name}"
     )
 
 

@@ -151,7 +151,9 @@ class RemoteStore:
         limits = claims.Limits(timeout, time.monotonic() + timeout, self.settings.wait)
         with contextlib.suppress(Unreachable):
             found = self._by_key(key, timeout)
-            if found is None:
+            if found is not None:
+                self._complete(found, timeout)
+            else:
                 found, claim = claims.take_turns(
                     self._files,
                     f"v1/claims/{key}",
@@ -195,6 +197,17 @@ class RemoteStore:
             _log.log(level, "%s is not published at %s: %s", artifact.spec.slug, self.where, exc)
         else:
             _log.info("published %s at %s", artifact.spec.slug, self.where)
+
+    def _complete(self, found: Fetched, limit: float) -> None:
+        """Publish a kernel by its source as well where that object is missing: who wrote one may have ended before."""
+        name = _source(identity_key(source_part(found.identity)))
+        if not self.publishes or self._opened(name, limit) is not None:
+            return
+        with contextlib.suppress(TooLarge, OSError):  # the kernel is there all the same
+            data = self._files.read(_kernel(found.key), _MAX_OBJECT, limit)
+            if data is not None:
+                self._files.write(name, data, limit)
+                _log.info("published %s/%s again", self.where, name)
 
     def _by_key(self, key: str, limit: float) -> Fetched | None:
         found = self._opened(_kernel(key), limit)

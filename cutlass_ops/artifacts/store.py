@@ -130,14 +130,23 @@ class KernelStore:
             If the store is not a folder, or others may write it.
         """
         self._require_private_root()
-        for folder in sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}")):
+        with self.reading():
+            folders = sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}"))
+        for folder in folders:
             artifact = self._whole(folder)
             if artifact is not None:
                 yield artifact
 
     def is_empty(self) -> bool:
-        """Whether no kernel was ever published here, or all were removed together with their folder."""
-        return not any((self.root / f"v{FORMAT}").glob("??"))
+        """Whether no kernel was ever published here, or all were removed together with their folder.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be read.
+        """
+        with self.reading():
+            return not any((self.root / f"v{FORMAT}").glob("??"))
 
     def find(self, identity: Mapping[str, Any]) -> Artifact | None:
         """Return a kernel with this :func:`source_identity`, from any compiler, and mark it as used.
@@ -148,7 +157,7 @@ class KernelStore:
             If others may write the store.
         """
         self._require_private_root()
-        with self.writing():
+        with self.reading():
             keys = _index(self.root / f"v{FORMAT}").names(identity_key(identity))
         return next((artifact for key in keys if (artifact := self.lookup(key)) is not None), None)
 
@@ -461,6 +470,24 @@ class KernelStore:
                 continue
             with self._unlocked(path.name):
                 pass  # releasing a lock removes its file
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn a refusal to read into a StoreError that says what to do, and other OSErrors as :meth:`writing` does.
+
+        Raises
+        ------
+        StoreError
+            If the block raises OSError.
+        """
+        with self.writing():
+            try:
+                yield
+            except PermissionError as exc:
+                raise StoreError(
+                    f"the kernel store {self.root} cannot be read by this user ({exc}): its owner can run "
+                    f"chmod -R a+rX on it, or set {env.CACHE_DIR.name} to another folder"
+                ) from exc
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

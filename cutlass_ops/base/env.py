@@ -277,6 +277,12 @@ def remote_store() -> RemoteStore | None:
             f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, without ?, # and ::, not "
             f"{reprlib.repr(url)}"
         )
+    scheme, _, path = url.partition("://")
+    if scheme in ("file", "local") and not path.startswith("/"):
+        raise ValueError(
+            f"{REMOTE_STORE.name} must name an absolute folder, such as {scheme}:///mnt/kernels, not "
+            f"{reprlib.repr(url)}"
+        )
     text = REMOTE_STORE_KEY.text
     if text is None:
         raise ValueError(

@@ -104,6 +104,7 @@ def _end_with_starter() -> None:
 
 
 def _quit(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would stop what removes temporary folders
     raise SystemExit
 
 

@@ -220,7 +220,9 @@ PublicKeyFiles = Annotated[
 ]
 MinimumVersion = Annotated[
     int | None,
-    typer.Option(help=f"Refuse a bundle with a lower version or without one. Default: {env.BUNDLE_VERSION.name}."),
+    typer.Option(
+        min=1, help=f"Refuse a bundle with a lower version or without one. Default: {env.BUNDLE_VERSION.name}."
+    ),
 ]
 FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Use this bundle instead of the store.")]
 OpName = Annotated[

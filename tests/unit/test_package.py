@@ -1,5 +1,6 @@
 """What ``import cutlass_ops`` must not do, seen from a fresh interpreter."""
 
+import os
 import pickle
 import platform
 import re
@@ -107,6 +108,15 @@ def test_import_leaves_what_a_call_may_not_need_for_later():
     assert co.source is render.render
     with pytest.raises(AttributeError, match="no attribute 'tuna'"):
         co.tuna  # noqa: B018
+
+
+def test_an_argument_of_another_program_is_not_this_command(tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "__init__.py").write_text("import cutlass_ops\n")
+    (tmp_path / "server" / "__main__.py").write_text("import sys; print('cutlass_ops.run.ops' in sys.modules)\n")
+    around = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(co.__file__).parents[1]}"}
+    for words in (["-m", "server", "--backend", "cutlass_ops"], ["-mserver", "cutlass_ops"]):
+        assert subprocess.run([sys.executable, *words], env=around, capture_output=True, text=True).stdout == "True\n"
 
 
 @pytest.mark.slow

@@ -117,6 +117,26 @@ def test_a_kernel_is_compiled_once_for_two_machines(shared, keys, kit, local, mo
     assert not list((shared / "v1" / "claims").iterdir())
 
 
+@pytest.mark.parametrize("damage", [None, b"", b"not a bundle"], ids=["missing", "empty", "another"])
+def test_a_builder_completes_what_another_has_left_half_published(
+    shared, keys, kit, local, publish, monkeypatch, damage
+):
+    publish()
+    (source,) = (shared / "v1" / "sources").iterdir()
+    good = source.read_bytes()
+    source.unlink() if damage is None else source.write_bytes(damage)
+    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0])
+    assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == f"fetched from file://{shared}"
+    assert source.read_bytes() == good
+
+
+@pytest.mark.parametrize("url", ["file://relative/kernels", "local://kernels"])
+def test_a_folder_is_named_absolutely(keys, monkeypatch, url):
+    name_store(monkeypatch, url, keys[1])
+    with pytest.raises(ValueError, match=r"must name an absolute folder, such as (file|local):///mnt/kernels"):
+        env.remote_store()
+
+
 def test_what_is_published_is_a_signed_bundle(shared, keys, others, publish):
     (made,) = publish()
     path = shared / "v1" / "kernels" / f"{made.key}.bundle"

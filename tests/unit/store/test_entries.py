@@ -13,7 +13,7 @@ from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts.compiled import Compiled
 from cutlass_ops.artifacts.entry import FORMAT, Artifact, identity_key, open_entry
 from cutlass_ops.artifacts.store import KernelStore
-from cutlass_ops.base.errors import LoadError
+from cutlass_ops.base.errors import LoadError, StoreError
 from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.identity import kernel_identity
 
@@ -25,6 +25,18 @@ def test_nothing_is_created_by_looking(store):
     assert list(store.entries()) == []
     assert store.clean() == 0
     assert not store.root.exists()
+
+
+@pytest.mark.parametrize("look", [lambda store: list(store.entries()), lambda store: store.is_empty()])
+def test_a_store_that_this_user_cannot_read_is_said_to_be_one(store, put, monkeypatch, look):
+    put(SPEC)
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refused)
+    with pytest.raises(StoreError, match=r"cannot be read by this user .*its owner can run chmod -R a\+rX on it"):
+        look(store)
 
 
 def test_publish_and_lookup(store, put):
