@@ -10,23 +10,27 @@ drawn at random. "cold" begins with an empty kernel store, in a folder of its ow
 before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
 effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
 until it returns, which is before the GPU is done; and in its turn PyTorch's linear and relu, which waits for no kernel.
-"known" are the calls at a weight that was met before. "gc_us" is what Python's garbage collector took within a call.
-Each row: {"m", "weight", "us", "gc_us", "pytorch_us"}.
+"known" are the calls at a weight that was met before. "gc_us" is what Python's garbage collector took within a call. Of
+a call that took more than 5 ms, "at" says where each thread was after these: the innermost functions first.
+Each row: {"m", "weight", "us", "gc_us", "at", "pytorch_us"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +67,41 @@ class Collections:
             self.took += time.perf_counter() - self._began
 
 
+@contextmanager
+def watched(found: list[str]) -> Iterator[None]:
+    """Add where threads are if the block takes long. What looks needs no lock of the interpreter."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        faulthandler.dump_traceback_later(LONG_US / 1e6, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            file.seek(0)
+            found += stacks(file.read())
+
+
+def stacks(dump: str) -> list[str]:
+    """Return the innermost functions of each thread that has called this library, from what faulthandler writes."""
+    threads = [_FRAME.findall(part) for part in re.split(r"^(?:Thread|Current thread) .*$", dump, flags=re.MULTILINE)]
+    return [
+        " < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in frames[:_FRAMES])
+        for frames in threads
+        if any("cutlass_ops" in Path(file).parts for file, _, _ in frames)
+    ]
+
+
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
+_FRAMES = 4
+
+
 def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     """Serve requests one after the other, with a pause between them; return each one's microseconds on the host."""
 
-    def took(call: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        call()
-        found = round(1e6 * (time.perf_counter() - began), 1)
+    def took(call: Callable[[], object], watched: AbstractContextManager[None]) -> float:
+        with watched:
+            began = time.perf_counter()
+            call()
+            found = round(1e6 * (time.perf_counter() - began), 1)
         torch.cuda.synchronize()
         time.sleep(pause)
         return found
@@ -85,10 +117,11 @@ def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     for m, name in wanted:
         a, b, bias = inputs[WEIGHTS[name][1]][:m], weights[name].t(), biases[name]
         collections.took = 0.0
-        us = took(lambda: co.gemm_bias_relu(a, b, bias))  # noqa: B023 - called at once
+        at: list[str] = []
+        us = took(lambda: co.gemm_bias_relu(a, b, bias), watched(at))  # noqa: B023 - called at once
         gc_us = round(1e6 * collections.took, 1)
-        theirs = took(lambda: F.relu(F.linear(a, weights[name], bias)))  # noqa: B023
-        rows.append({"m": m, "weight": name, "us": us, "gc_us": gc_us, "pytorch_us": theirs})
+        theirs = took(lambda: F.relu(F.linear(a, weights[name], bias)), nullcontext())  # noqa: B023
+        rows.append({"m": m, "weight": name, "us": us, "gc_us": gc_us, "at": at, "pytorch_us": theirs})
     return rows
 
 

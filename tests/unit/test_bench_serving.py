@@ -1,9 +1,12 @@
 """What benchmarks/bench_serving.py makes of the times of calls."""
 
 import gc
+import threading
+import time
 
 import pytest
 
+import cutlass_ops as co
 from tests.scripts import BENCHMARKS, script
 
 
@@ -26,3 +29,28 @@ def test_the_garbage_collector_is_timed(bench):
         assert noted.took > 0
     finally:
         gc.callbacks.remove(noted._noted)
+
+
+def test_where_threads_are_in_a_long_call_is_noted(bench, monkeypatch):
+    short, long = [], []
+    with bench.watched(short):
+        pass
+    begun, ended = threading.Event(), threading.Event()
+
+    def other():
+        begun.set()
+        ended.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    monkeypatch.setattr(co.run.ops, "op_of", lambda _: time.sleep(0.05))
+    with bench.watched(long), pytest.raises(TypeError):
+        co.gemm(None, None)
+    ended.set()
+    thread.join()
+    assert short == []
+    # Not the other thread, which has not called this library.
+    (found,) = long
+    assert found.startswith("test_bench_serving.py:")
+    assert " gemm" in found
