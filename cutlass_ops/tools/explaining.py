@@ -281,6 +281,9 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         why = "measured faster than every kernel here, and tuning allowed PyTorch"
     now = stand_in(decision) if decision.peer is None else None
     origin = _origin(decision.spec) if decision.peer is None else ()
+    if decision.peer is None and not (origin or now or env.jit_enabled() or env.REMOTE_STORE.text):
+        served_by, expected = _NOTHING, None
+        why = f"{decision.spec.slug} is not here, nor another that serves, and {env.JIT.name}=0 has none compiled"
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     mma = mma_of(signature.a.dtype, signature.b.dtype)

@@ -251,6 +251,17 @@ def test_a_roofline_is_of_the_chip_itself():
     assert "no roofline: this chip's peaks are unknown" in str(unknown)
 
 
+def test_where_nothing_is_there_and_nothing_compiled_nothing_serves(monkeypatch):
+    served = explained()
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    found = explained()
+    assert served.is_served
+    assert (found.is_served, found.served_by, found.microseconds) == (False, "nothing", None)
+    assert (
+        found.why == f"{served.served_by} is not here, nor another that serves, and CUTLASS_OPS_JIT=0 has none compiled"
+    )
+
+
 def test_misaligned_operands_get_the_reason_and_the_remedy():
     says = {f.name: f.says for f in explained(Problem(64, 4096, 4097)).contract}
     assert "mma.sync" in says["unit"]
