@@ -255,8 +255,24 @@ def _jit(problems: list[str]) -> bool:
 
 def _wrong_values() -> Iterator[str]:
     """Yield errors in variables that only builds and calls read."""
-    for read in (env.jobs, env.progress, env.tuning_dir, env.bundle_keys):
+    for read in _READ_LATE:
         yield from _said_by(read)
+
+
+# All but those whose values other parts of the report need: where kernels are, compilers, bundles and the remote store.
+_READ_LATE: tuple[Callable[[], object], ...] = (
+    env.jobs,
+    env.progress,
+    env.tuning_dir,
+    env.bundle_keys,
+    env.bundle_version,
+    env.lineinfo_enabled,
+    env.executor_timeout,
+    env.stand_in,
+    env.remembers_choices,
+    env.nvtx_enabled,
+    env.cuda_homes,
+)
 
 
 def _said_by(read: Callable[[], object]) -> Iterator[str]:
@@ -306,7 +322,11 @@ def _remarks() -> Iterator[str]:
 
 def _cuda_homes() -> Iterator[str]:
     before = env.NVCC.name if env.NVCC.text else None
-    for name, home in env.cuda_homes():
+    try:
+        homes = env.cuda_homes()
+    except ValueError:
+        return  # said among the problems
+    for name, home in homes:
         nvcc = home / "bin" / "nvcc"
         if not home.is_dir():
             yield f"{name} is {str(home)!r}, which is not a folder and is ignored: correct it or unset it"

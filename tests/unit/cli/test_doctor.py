@@ -193,6 +193,12 @@ def test_doctor_remarks_on_what_does_nothing(kit, run, monkeypatch, variables, r
         ("CUTLASS_OPS_PROGRESS", "2"),
         ("CUTLASS_OPS_TUNING_DIR", "relative"),
         ("CUTLASS_OPS_BUNDLE_KEY", "relative"),
+        ("CUTLASS_OPS_BUNDLE_VERSION", "x"),
+        ("CUTLASS_OPS_LINEINFO", "on"),
+        ("CUTLASS_OPS_EXECUTOR_TIMEOUT", "soon"),
+        ("CUTLASS_OPS_STAND_IN", "yes"),
+        ("CUTLASS_OPS_CHOICES", "no"),
+        ("CUTLASS_OPS_NVTX", "yes"),
     ],
 )
 def test_doctor_says_which_values_a_call_would_stumble_over(kit, run, monkeypatch, variable, value):
@@ -200,6 +206,13 @@ def test_doctor_says_which_values_a_call_would_stumble_over(kit, run, monkeypatc
     code, out, _ = run("doctor")
     assert code == 1
     assert re.search(rf"{variable} must be .*, not '{value}'", out.partition("\nProblems\n")[2])
+
+
+def test_doctor_reports_a_cuda_folder_of_nobody(kit, run, monkeypatch):
+    monkeypatch.setenv("CUDA_PATH", "~nobodyx/cuda")
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "CUDA_PATH is '~nobodyx/cuda', but that home folder does not exist" in out.partition("\nProblems\n")[2]
 
 
 def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
