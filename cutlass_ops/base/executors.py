@@ -9,16 +9,19 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import ParamSpec, TypeVar, cast
 
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import ToolchainError
 
 _PATIENCE = 10  # seconds
 _PAUSE = 0.5  # seconds for a job to end its compilers and remove its folder
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 FORMS = "processes, processes:N, or dask://HOST:PORT of a scheduler"
 
 _PROCESSES = re.compile(r"processes(:([1-9][0-9]{0,3}))?")
@@ -67,7 +70,7 @@ def require_named(text: str) -> None:
 @contextlib.contextmanager
 def _processes(count: int) -> Iterator[Executor]:
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_obey)
+    pool = _Pool(count, mp_context=multiprocessing.get_context("spawn"), initializer=_obey)
     try:
         yield pool
     except BaseException:
@@ -78,10 +81,24 @@ def _processes(count: int) -> Iterator[Executor]:
         pool.shutdown()
 
 
+class _Pool(ProcessPoolExecutor):
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        return super().submit(cast(Callable[_P, _T], partial(_job, fn)), *args, **kwargs)
+
+
+def _job(fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    # The pool takes SystemExit for the job's result, and starts the next job.
+    try:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            raise SystemExit
+        return fn(*args, **kwargs)
+    except SystemExit:
+        os._exit(1)
+
+
 def _end(workers: set[BaseProcess]) -> None:
     """Terminate workers and their compilers. Kill workers that do not end in time."""
     deadline = time.monotonic() + _PATIENCE
-    # Repeat: when a job ends, the pool starts the next queued one.
     while workers:
         for worker in workers:
             worker.terminate() if time.monotonic() < deadline else worker.kill()

@@ -367,10 +367,13 @@ def expected(rows: int | None) -> int:
 def settled(rows: int | None) -> int | None:
     """Return expected rows as a number that is known.
 
-    While PyTorch traces, it may be a symbol, and an op is made for one number. Comparisons settle which is the nearest.
+    While PyTorch traces, it may be a symbol, and an op is made for one number. Comparisons settle which is the nearest,
+    so that the program serves all numbers that have it.
     """
     if rows is None or not torch.compiler.is_dynamo_compiling():
         return rows
+    if rows > _NUMBERS_OF_ROWS[-1]:
+        return int(rows)
     low, high = 0, len(_NUMBERS_OF_ROWS) - 1
     while low < high:
         middle = (low + high) // 2
@@ -384,7 +387,7 @@ def settled(rows: int | None) -> int | None:
 
 
 # Below 0 is an error, which a trace raises as well.
-_NUMBERS_OF_ROWS = (-1, *range(FEW + 1), *(rows for rows in ROWS if rows > FEW))
+_NUMBERS_OF_ROWS = (-1, *range(FEW + 1), *(rows for rows in ROWS[:-1] if rows > FEW))
 
 
 def read_by_registers(signature: OpSignature) -> OpSignature:

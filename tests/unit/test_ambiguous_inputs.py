@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.run import groups
 
 BF16 = torch.bfloat16
 
@@ -119,6 +120,12 @@ def test_expected_rows_may_change_in_compiled_calls(dynamic):
     )  # fmt: skip
     for rows in (3, 5, 0, 40, 100):
         assert run(rows).shape == (4, 6, 24)
+
+
+def test_a_trace_settles_expected_rows_as_an_eager_call_does(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    for rows in (*range(1200), *range(1200, 16500, 7), 16384, 16385, 20000, 2**26, 2**26 + 1):
+        assert groups.expected(groups.settled(rows)) == groups.expected(rows), rows
 
 
 def test_no_expected_rows_are_one_row():

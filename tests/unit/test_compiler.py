@@ -15,7 +15,7 @@ from fake_toolkit import FakeToolkit, sm80_spec
 from processes import WITHOUT_PYTORCH, ended
 
 from cutlass_ops.artifacts.entry import identity_key
-from cutlass_ops.base import arch, elf
+from cutlass_ops.base import arch, elf, programs
 from cutlass_ops.base.errors import CompileError, ToolchainError
 from cutlass_ops.compilation import compiler, toolchain
 from cutlass_ops.compilation.compiler import compile_flags, compile_kernel
@@ -362,8 +362,9 @@ def late(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("late")
-def test_what_took_too_long_is_gone_at_once(folder, toolkit):
+def test_what_took_too_long_is_gone_at_once(folder, toolkit, monkeypatch):
     """Also where no init waits for what its parent left."""
+    monkeypatch.setattr(programs, "_PATIENCE", 60)  # on a busy machine
     toolkit.does("echo $$ > pid; exec sleep 600")
     with pytest.raises(CompileError, match="killed after 10 s"):
         compile_(folder, toolkit, timeout=10)

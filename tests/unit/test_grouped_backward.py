@@ -228,6 +228,17 @@ def test_gradients_are_pytorch_s(name, turned, backend):
         assert (x - y).norm() <= (0.01 if like.ndim else 0.05) * y.norm()
 
 
+def test_gradients_of_rows_are_as_exact_as_fp32():
+    """The same number of each expert, multiplied by many rows that nearly cancel."""
+    x, w, bias = torch.zeros(T, WIDE).to(BF16), torch.zeros(EXPERTS, WIDE, N).to(BF16), torch.zeros(EXPERTS, N)
+    gradient = (1 + torch.rand(T, N)).requires_grad_(False)
+    bias.requires_grad_()
+    d = co.grouped_gemm(x, w, GROUPS, epilogue=builtin.bias, bias=bias, out_dtype=torch.float32)
+    d.backward(gradient)
+    exact = torch.stack([gradient[rows].double().sum(0) for rows in rows_of(GROUPS)])
+    torch.testing.assert_close(bias.grad.double(), exact, rtol=1e-6, atol=1e-6)
+
+
 def test_rows_of_no_expert_have_no_gradient():
     given = tensors(("bias", "weight", "residual", "alpha"), turned=True)
     x, w, *_ = given.values()

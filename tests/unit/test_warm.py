@@ -198,6 +198,16 @@ def test_what_is_wrong_is_said_after_warm_calls_as_before(op, out, out_dtype, ki
         op(A, B, BIAS, 0.5, out=out, out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("alpha", [1e39, -1e39, 10**39])
+def test_numbers_beyond_fp32_are_refused_warm_as_before(op, alpha):
+    """A kernel would take them for infinity, which may be given."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="beyond FP32's range"):
+            op(A, B, BIAS, alpha)
+        op(A, B, BIAS, 0.5)
+        op(A, B, BIAS, math.inf)
+
+
 @pytest.mark.parametrize("name", ["a", "b", "bias"])
 def test_a_warm_call_loses_no_gradient(op, name, device):
     arguments = {"a": A, "b": B, "bias": BIAS}
