@@ -235,10 +235,17 @@ def test_constants_that_do_not_show_that_fp32_rounded_them_are_refused(number, u
     assert co.gemm(P, Q.t(), epilogue=plain, bias=ROW).isfinite().all()
     found = pickle.loads(pickle.dumps([written, written.graph.then(halved.graph), ops.op_of(written)]))
     again, then, op = found[0], Epilogue.of("then", "", found[1]), found[2]
+    kept = Epilogue.of("kept", "", written.graph)
+
+    @co.epilogue
+    def inlines(acc, bias: co.Row):
+        return kept(acc, bias)
+
     for call in (
         lambda: co.gemm(P, Q.t(), epilogue=written, bias=ROW),
         lambda: co.gemm(P.clone().requires_grad_(), Q.t(), epilogue=again, bias=ROW),
         lambda: co.gemm(P, Q.t(), epilogue=then, bias=ROW),
+        lambda: co.gemm(P, Q.t(), epilogue=inlines, bias=ROW),
         lambda: op(P, Q.t(), ROW),
     ):
         with pytest.raises(TypeError, match=rf"its constant {re.escape(number)} is rounded to FP32, .* use a Scalar"):
