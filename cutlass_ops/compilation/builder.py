@@ -362,7 +362,19 @@ def _proved(library: Path, spec: Declaration) -> dict[str, int]:
     return prove_tensor_cores(library, spec)
 
 
+class _DeletedError(StoreError):
+    """The store was deleted while a kernel was compiled in it, as by who frees disk space."""
+
+
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
+    try:
+        return _compile_once(job, cancel)
+    except _DeletedError as exc:
+        _log.warning("%s: compiling it again", exc)
+        return _compile_once(job, cancel)
+
+
+def _compile_once(job: _Job, cancel: threading.Event | None) -> Artifact:
     folder = job.store.workspace(job.key, job.source)
     try:
         target = arch.target(job.spec.target)
@@ -375,9 +387,12 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
         published = job.store.publish(folder, job.identity, sass, compiled)
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published
-    except CompileError as exc:
-        raise _explained(job, folder, exc) from None
-    except BaseException:
+    except BaseException as exc:
+        if isinstance(exc, (CompileError, StoreError)) and not folder.exists():
+            deleted = f"the kernel store {job.store.root} was deleted while {job.spec.slug} was compiled"
+            raise _DeletedError(deleted) from exc
+        if isinstance(exc, CompileError):
+            raise _explained(job, folder, exc) from None
         with contextlib.suppress(OSError):
             job.store.discard(folder)
         raise

@@ -107,6 +107,27 @@ def test_an_illegal_declaration_never_reaches_the_compiler(store, toolkit, toolc
     assert toolkit.compilations == 0
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_store_that_is_deleted_during_a_build(store, toolkit, toolchain, caplog, when):
+    once = f'[ $(wc -l < "$here/count") -gt 1 ] || rm -rf {store.root}\n'
+    if when == "before":
+        toolkit.makes(library(HMMA), before=once)
+    else:
+        toolkit.does((toolkit.root / "behaviour").read_text() + once)
+    artifact = build_artifact(SPEC, store=store, toolchain=toolchain)
+    assert toolkit.compilations == 2
+    assert store.lookup(artifact.key) == artifact
+    assert f"{store.root} was deleted while {SPEC.slug} was compiled: compiling it again" in caplog.text
+    assert left_over(store) == []
+
+
+def test_a_store_that_is_deleted_during_each_build(store, toolkit, toolchain):
+    toolkit.makes(library(HMMA), before=f"rm -rf {store.root}\n")
+    with pytest.raises(StoreError, match=f"{store.root} was deleted while {SPEC.slug} was compiled"):
+        build_artifact(SPEC, store=store, toolchain=toolchain)
+    assert toolkit.compilations == 2
+
+
 def test_a_failure_shows_the_error_and_keeps_source_and_log(store, toolkit, toolchain):
     toolkit.does('echo "kernel.cu(7): error: something"; exit 1')
     with pytest.raises(CompileError) as caught:
