@@ -102,10 +102,14 @@ def left_over(store: KernelStore) -> list[str]:
     return [p.name for folder in ("tmp", "failed") for p in (store.root / folder).glob("*")]
 
 
+def _end_on_hangup() -> None:
+    """As programs usually do: what runs under nohup ignores it, and so would its children."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def compile_until_ended(folder: Path, toolchain: Toolchain) -> None:
     if threading.current_thread() is threading.main_thread():
-        # What runs under nohup ignores it, and so would its children.
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        _end_on_hangup()
     compile_kernel(folder, "kernel.cu", "kernel.so", arch.target("sm_80"), toolchain)
 
 
@@ -137,6 +141,7 @@ def compile_elsewhere(root: Path, nvcc: str, host: str) -> None:
 
 def measure_until_ended(folder: Path) -> None:
     """Measure in a worker that hangs, and has started a process of its own."""
+    _end_on_hangup()
     worker = f"""
 import json, os, subprocess, time
 subprocess.Popen(["sleep", "600"])

@@ -73,6 +73,7 @@ def test_the_measuring_worker_ends_with_the_process(folder, processes, end):
     groups = crowd.groups_in(folder, child)
     os.kill(child.pid, ENDS[end])
     child.join()
+    assert child.exitcode == -ENDS[end]
     assert all(map(group_ended, groups))
 
 
