@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+
+
+def compiled(kernels: Mapping[str, Sequence[Any]], *, beside_gpu_tests: set[str]) -> list[Any]:
+    """All of a table as cases of a test. Some compile only where the GPU tests run: the others have all their parts."""
+    assert beside_gpu_tests <= kernels.keys()
+    gpu = (pytest.mark.gpu,)
+    return [
+        pytest.param(*case, id=name, marks=gpu if name in beside_gpu_tests else ()) for name, case in kernels.items()
+    ]
 
 
 def sampled(every: int, *values: Iterable[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.proof import prove_tensor_cores
 from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
+from tests.sampling import compiled
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -70,7 +71,7 @@ RESIDENT = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "tile", "config"), RESIDENT.values(), ids=RESIDENT)
+@pytest.mark.parametrize(("dtype", "tile", "config"), compiled(RESIDENT, beside_gpu_tests={"fast"}))
 def test_two_blocks_have_room_on_a_multiprocessor(dtype, tile, config):
     made = co.Sm90Config(co.ThreadblockShape(*tile), schedule="warp_specialized", resident=2, **config)
     inputs = {"scale_a": "f32", "scale_b": "f32", "bias": "f32"}
@@ -129,7 +130,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize(("a", "d", "epilogue", "outputs", "config"), RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize(("a", "d", "epilogue", "outputs", "config"), compiled(RESULTS, beside_gpu_tests={"own"}))
 def test_a_kernel_stores_8_bits(a, d, epilogue, outputs, config):
     made = co.Sm90Config(co.ThreadblockShape(128, 64, 128 if a == "e4m3" else 64), **config)
     wanted = co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d=d, epilogue=epilogue, outputs=outputs, config=made)

@@ -8,18 +8,19 @@ from tests.gpu import kernels
 
 pytestmark = pytest.mark.compile
 
+# Some compile only where the GPU tests run, which compile and run all of them: the others have all their parts.
 NAMES = (
     "grouped-swapped-inputs",
-    pytest.param("grouped-pingpong-inputs", marks=pytest.mark.slow),
+    pytest.param("grouped-pingpong-inputs", marks=pytest.mark.gpu),
     pytest.param("grouped-swapped-tiles", marks=pytest.mark.slow),
     "grouped-swapped-blocks",
-    pytest.param("grouped-rows-blocks", marks=pytest.mark.slow),
+    pytest.param("grouped-rows-blocks", marks=pytest.mark.gpu),
 )
 
 
 OF_K = (
     "ragged_k-rows-plain",
-    pytest.param("ragged_k-cooperative-inputs", marks=pytest.mark.slow),
+    pytest.param("ragged_k-cooperative-inputs", marks=pytest.mark.gpu),
     pytest.param("ragged_k-pingpong-tiles", marks=pytest.mark.slow),
 )
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from cutlass_ops.compilation.toolchain import find_toolchain
+from tests.sampling import compiled
 from tests.scripts import script
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -19,8 +20,10 @@ LOOPS = [
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [(BENCH.LOOPS, LOOPS), (BENCH.GEMMS, ["HGMMA.64x256x16.F32", "HGMMA.64x256x16.F16"])],
-    ids=["loops", "gemms"],
+    compiled(
+        {"loops": (BENCH.LOOPS, LOOPS), "gemms": (BENCH.GEMMS, ["HGMMA.64x256x16.F32", "HGMMA.64x256x16.F16"])},
+        beside_gpu_tests={"gemms"},
+    ),
 )
 def test_each_function_has_one_instruction(tmp_path, name, wanted):
     library = BENCH.compile_library(name, tmp_path)

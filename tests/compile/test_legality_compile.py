@@ -42,6 +42,7 @@ from cutlass_ops.kinds.sm90.footprint import means_smem, pipeline_stages
 from cutlass_ops.kinds.sm90.rules import SM90
 from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
+from tests.sampling import compiled
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -188,30 +189,34 @@ def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
     return KernelSpec(a="bf16.row", b="bf16.col", d=d, epilogue=epilogue, config=config, target=target)
 
 
+ACCEPTED = {
+    "sm90": sm90(128, 48, 64, schedule="cooperative", epilogue=everything, swap_ab=True, d="f32.row"),
+    "sm90-stream_k": sm90(
+        128, 112, 64, schedule="cooperative", scheduler="stream_k", a="f16.col", b="f16.row", d="f16.row"
+    ),
+    "sm90-split_k": sm90(128, 64, 64, schedule="cooperative", split_k=4, epilogue=gated, swap_ab=True),
+    "sm90-gathered": sm90(64, 40, 256, schedule="warp_specialized", epilogue=centred, swap_ab=True),
+    "sm90-beside-swapped": sm90(256, 208, 64, schedule="cooperative", epilogue=centred, swap_ab=True, means="beside"),
+    "sm90-beside": sm90(128, 64, 32, epilogue=norm, means="beside", a="f16.row", b="f16.col", d="f16.row"),
+    "sm90-ahead": sm90(128, 104, 64, epilogue=norm, means="ahead", swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
+    "sm90-reductions": sm90(192, 128, 64, schedule="cooperative", epilogue=both_ways),
+    "sm90-second_weight": sm90(
+        256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)
+    ),
+    "sm90-quantized": sm90(192, 256, 64, schedule="cooperative", epilogue=quantised, d="e4m3.row"),
+    "sm80": sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
+    "sm80-means": sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
+    "gemv": gemv(16, 8, 4, epilogue=gated, d="f32.col"),
+    "gemv-sm90-second_weight-means": gemv(4, 4, 16, epilogue=norm_gate, target="sm_90"),
+    "gemv-sm90-pairs-means": gemv(2, 8, 8, epilogue=norm_turned, target="sm_90"),
+}
+
+
 @pytest.mark.parametrize(
     "spec",
-    [
-        sm90(128, 48, 64, schedule="cooperative", epilogue=everything, swap_ab=True, d="f32.row"),
-        sm90(128, 112, 64, schedule="cooperative", scheduler="stream_k", a="f16.col", b="f16.row", d="f16.row"),
-        sm90(128, 64, 64, schedule="cooperative", split_k=4, epilogue=gated, swap_ab=True),
-        sm90(64, 40, 256, schedule="warp_specialized", epilogue=centred, swap_ab=True),
-        sm90(256, 208, 64, schedule="cooperative", epilogue=centred, swap_ab=True, means="beside"),
-        sm90(128, 64, 32, epilogue=norm, means="beside", a="f16.row", b="f16.col", d="f16.row"),
-        sm90(128, 104, 64, epilogue=norm, means="ahead", swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
-        sm90(192, 128, 64, schedule="cooperative", epilogue=both_ways),
-        sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
-        sm90(192, 256, 64, schedule="cooperative", epilogue=quantised, d="e4m3.row"),
-        sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
-        sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
-        gemv(16, 8, 4, epilogue=gated, d="f32.col"),
-        gemv(4, 4, 16, epilogue=norm_gate, target="sm_90"),
-        gemv(2, 8, 8, epilogue=norm_turned, target="sm_90"),
-    ],
-    ids=[
-        *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-gathered", "sm90-beside-swapped"),
-        *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm90-quantized", "sm80", "sm80-means"),
-        *("gemv", "gemv-sm90-second_weight-means", "gemv-sm90-pairs-means"),
-    ],
+    compiled(
+        {name: (spec,) for name, spec in ACCEPTED.items()}, beside_gpu_tests={"sm90-beside", "sm90-second_weight"}
+    ),
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()

@@ -10,6 +10,7 @@ from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.kinds.proof import prove_tensor_cores
 from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
+from tests.sampling import compiled
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -61,7 +62,10 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("epilogue", "inputs", "a", "d", "tile", "config", "stores"), KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize(
+    ("epilogue", "inputs", "a", "d", "tile", "config", "stores"),
+    compiled(KERNELS, beside_gpu_tests={"small", "scaled", "of two blocks"}),
+)
 def test_a_kernel_quantises_what_it_stores(epilogue, inputs, a, d, tile, config, stores):
     cluster = co.ClusterShape(*config.get("cluster", (2, 1)))
     made = co.Sm90Config(co.ThreadblockShape(*tile), **config | {"cluster": cluster})

@@ -66,8 +66,7 @@ def test_what_is_there_at_once(layer, shape, bench, counted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layer", AT_ONCE)
+@pytest.mark.parametrize(("layer", "shape"), [*((layer, SHAPES[0]) for layer in AT_ONCE), ("mlp", SHAPES[1])])
 def test_torch_compile_needs_no_less(layer, shape, bench, counted):
     m, n, k = shape
     found = bench.variants(layer, n, k, [], dtype=BF16)
