@@ -388,7 +388,7 @@ def _compile_once(job: _Job, cancel: threading.Event | None) -> Artifact:
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published
     except BaseException as exc:
-        if isinstance(exc, (CompileError, StoreError)) and not folder.exists():
+        if isinstance(exc, (CompileError, StoreError)) and not (folder / SOURCE).exists():
             deleted = f"the kernel store {job.store.root} was deleted while {job.spec.slug} was compiled"
             raise _DeletedError(deleted) from exc
         if isinstance(exc, CompileError):
