@@ -79,7 +79,7 @@ class Call(NamedTuple):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
-        yield from (("a", self.arguments.a), ("b", self.arguments.b))
+        yield from zip(groups.matrix_names(self.arguments.form), (self.arguments.a, self.arguments.b), strict=True)
         yield from ((name, value) for name, value in self.arguments.inputs.items() if isinstance(value, Tensor))
         yield from zip(map(output_name, self.graph.outputs), self.outputs, strict=True)
 
@@ -112,7 +112,7 @@ class Call(NamedTuple):
         tiles = {i.name for i in self.graph.inputs if i.kind is Kind.TILE}
         tiles |= {output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
         for name, tensor in self.tensors():
-            if name == "a" or name in tiles:
+            if tensor is self.arguments.a or name in tiles:
                 matrices.matrix(name, tensor, element_type(name, tensor))
         _check_lines(self)  # first, for the advice about what is read along K only
         matrices.weights(self.arguments.b, _products(self), self.arguments.types[1])
@@ -501,7 +501,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     majors = _check_lines(call)
     type_a, type_b = arguments.types
     of_rows = arguments.form in (GROUPED, MASKED)
-    a = matrices.matrix("a", arguments.a, type_a, of_rows=of_rows)
+    name_a, _ = groups.matrix_names(arguments.form)
+    a = matrices.matrix(name_a, arguments.a, type_a, of_rows=of_rows)
     if arguments.form == RAGGED_K:
         a = matrices.as_major(arguments.a, 0, type_a) or a
     b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)

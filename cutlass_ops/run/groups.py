@@ -40,6 +40,12 @@ _OWN = {GROUPED.name: ("x", "w"), MASKED.name: ("x", "w", "expected_rows"), RAGG
 Place: TypeAlias = slice | tuple[int, slice]
 
 
+def matrix_names(form: Form) -> tuple[str, str]:
+    """Return what users call A and B."""
+    of_a, of_b, *_ = _OWN.get(form.name, ("a", "b"))
+    return of_a, of_b
+
+
 def require(graph: Graph, form: Form = GROUPED) -> None:
     """Refuse an epilogue that no kernel computes for groups.
 

@@ -123,6 +123,7 @@ def wrong(**changes):
         ({"offsets": ends(4, 7)}, ValueError, "offsets[1] is 7, after 4, and x has 6 rows"),
         ({"offsets": ends(-1, 6)}, ValueError, "offsets[0] is -1, after 0"),
         ({"x": normal(16, 6).t()}, ValueError, "groups are rows in memory: pass x.contiguous()"),
+        ({"x": normal(6, 32)[:, ::2]}, ValueError, "x has shape (6, 16) and strides (32, 2): one dimension must"),
         ({"x": normal(6, 12), "w": normal(2, 12, 8)}, ValueError, "pad K of x and w with zeros to a multiple of 8"),
         ({"w": normal(2, 16, 9)}, ValueError, "pass weights (E, N, K) as w.mT, or pad N with zeros to"),
         ({"out": normal(8, 6).t()}, ValueError, "groups are rows in memory: pass a row-major tensor"),
