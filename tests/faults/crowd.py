@@ -139,10 +139,18 @@ def compile_elsewhere(root: Path, nvcc: str, host: str) -> None:
         build_many(SPECS[:1], store=KernelStore(root), executor=pool)
 
 
+def begin_a_job_late(begun: Path) -> None:
+    """As a worker that was told to end between two jobs."""
+    with contextlib.suppress(SystemExit):
+        executors._quit()
+    executors._job(begun.touch)
+
+
 def measure_until_ended(folder: Path) -> None:
     """Measure in a worker that hangs, and has started a process of its own."""
     _end_on_hangup()
     worker = f"""
+import contextlib
 import json, os, subprocess, time
 subprocess.Popen(["sleep", "600"])
 print(json.dumps({{"event": "ready"}}), flush=True)
