@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -139,11 +140,13 @@ def compile_elsewhere(root: Path, nvcc: str, host: str) -> None:
         build_many(SPECS[:1], store=KernelStore(root), executor=pool)
 
 
-def begin_a_job_late(begun: Path) -> None:
+def begin_a_job_late(folder: Path) -> None:
     """As a worker that was told to end between two jobs."""
     with contextlib.suppress(SystemExit):
         executors._quit()
-    executors._job(begun.touch)
+    (folder / "told").touch()
+    executors._job((folder / "begun").touch)
+    (folder / "went on").touch()
 
 
 def measure_until_ended(folder: Path) -> None:

@@ -251,11 +251,11 @@ def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_p
 
 
 def test_a_worker_that_was_told_to_end_begins_no_job(processes, tmp_path):
-    worker = processes.Process(target=crowd.begin_a_job_late, args=(tmp_path / "begun",))
+    worker = processes.Process(target=crowd.begin_a_job_late, args=(tmp_path,))
     worker.start()
     worker.join()
     assert worker.exitcode == 1
-    assert not (tmp_path / "begun").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
 
 
 def test_workers_that_do_not_listen_are_killed(processes, monkeypatch):
