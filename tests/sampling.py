@@ -10,7 +10,10 @@ import pytest
 
 
 def compiled(kernels: Mapping[str, Sequence[Any]], *, beside_gpu_tests: set[str]) -> list[Any]:
-    """All of a table as cases of a test. Some compile only where the GPU tests run: the others have all their parts."""
+    """Return a table of kernels as cases of a test.
+
+    Those in `beside_gpu_tests` compile only on machines that run the GPU tests. The others cover all their parts.
+    """
     assert beside_gpu_tests <= kernels.keys()
     gpu = (pytest.mark.gpu,)
     return [

@@ -87,7 +87,7 @@ class _Pool(ProcessPoolExecutor):
 
 
 def _job(fn: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    # The pool takes SystemExit for the job's result, and starts the next job.
+    # A pool's worker would report SystemExit as the job's result, and start the next job.
     try:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             raise SystemExit

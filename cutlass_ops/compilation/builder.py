@@ -363,7 +363,7 @@ def _proved(library: Path, spec: Declaration) -> dict[str, int]:
 
 
 class _DeletedError(StoreError):
-    """The store was deleted while a kernel was compiled in it, as by who frees disk space."""
+    """The store was deleted while a kernel was being compiled in it, perhaps to free disk space."""
 
 
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:

@@ -86,7 +86,7 @@ class Folded:
 
     def drop(self) -> None:
         """Forget it, ahead of a training step: fused optimizers write parameters without counting it as a change."""
-        if self.value is not None:  # an assignment in each call would be a change that PyTorch's tracer keeps
+        if self.value is not None:  # PyTorch's tracer would repeat an assignment in each call
             self.value = None
 
     def __reduce__(self) -> tuple[Any, ...]:

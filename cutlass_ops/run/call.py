@@ -109,10 +109,11 @@ class Call(NamedTuple):
         ValueError
             If one is such. The message says what to pass.
         """
-        tiles = {i.name for i in self.graph.inputs if i.kind is Kind.TILE}
-        tiles |= {output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
+        name_a, _ = groups.matrix_names(self.arguments.form)
+        checked = {name_a, *(i.name for i in self.graph.inputs if i.kind is Kind.TILE)}
+        checked |= {output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
         for name, tensor in self.tensors():
-            if tensor is self.arguments.a or name in tiles:
+            if name in checked:
                 matrices.matrix(name, tensor, element_type(name, tensor))
         _check_lines(self)  # first, for the advice about what is read along K only
         matrices.weights(self.arguments.b, _products(self), self.arguments.types[1])

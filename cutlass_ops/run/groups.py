@@ -379,7 +379,7 @@ def settled(rows: int | None) -> int | None:
     if rows is None or not torch.compiler.is_dynamo_compiling():
         return rows
     if rows > _NUMBERS_OF_ROWS[-1]:
-        return int(rows)
+        return int(rows)  # beyond the table, an eager call keeps the number as well
     low, high = 0, len(_NUMBERS_OF_ROWS) - 1
     while low < high:
         middle = (low + high) // 2

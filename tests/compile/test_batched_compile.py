@@ -8,8 +8,8 @@ from tests.gpu import kernels
 
 pytestmark = pytest.mark.compile
 
-# Each way in which a kernel finds a batch's operands, inputs and outputs. Some compile only where the GPU tests run,
-# which compile and run all of them: the others have all their parts.
+# Each way in which a kernel finds a batch's operands, inputs and outputs. Those marked gpu compile only on
+# machines that run the GPU tests. The others cover all their parts.
 NAMES = (
     "batched-small-tiles",
     "batched-small-misaligned",

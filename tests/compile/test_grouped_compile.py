@@ -8,7 +8,7 @@ from tests.gpu import kernels
 
 pytestmark = pytest.mark.compile
 
-# Some compile only where the GPU tests run, which compile and run all of them: the others have all their parts.
+# Those marked gpu compile only on machines that run the GPU tests. The others cover all their parts.
 NAMES = (
     "grouped-swapped-inputs",
     pytest.param("grouped-pingpong-inputs", marks=pytest.mark.gpu),
