@@ -59,7 +59,7 @@ def _is_command() -> bool:
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     if script != "-m":
         return script == "cutlass-ops"
-    # What runs stands before its own arguments: as a word, or behind the letter.
+    # sys.orig_argv ends with `-m module` or `-mmodule`, and then the module's arguments.
     module = sys.orig_argv[-len(sys.argv)]
     return (module.partition("m")[2] if module.startswith("-") else module) in ("cutlass_ops", "cutlass_ops.__main__")
 

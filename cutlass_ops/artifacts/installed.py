@@ -88,7 +88,7 @@ def distributions() -> list[Distribution]:
 
 
 def _warn(distribution: Distribution, why: object) -> None:
-    # No command that installs: whose package has such a name elsewhere, this library does not know.
+    # It names no command to install: on an index, another package may have this name.
     warn_once(
         f"the kernels of the installed distribution {distribution} are not used: {why}. To leave them out without this "
         f"warning, pip uninstall {distribution.name}"

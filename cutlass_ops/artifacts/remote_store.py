@@ -199,7 +199,7 @@ class RemoteStore:
             _log.info("published %s at %s", artifact.spec.slug, self.where)
 
     def _complete(self, found: Fetched, limit: float) -> None:
-        """Publish a kernel by its source as well where that object is missing: who wrote one may have ended before."""
+        """Publish the kernel under its source too, if that object is missing: its builder may have died in between."""
         name = _source(identity_key(source_part(found.identity)))
         if not self.publishes or self._opened(name, limit) is not None:
             return

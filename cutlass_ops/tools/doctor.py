@@ -325,7 +325,7 @@ def _cuda_homes() -> Iterator[str]:
     try:
         homes = env.cuda_homes()
     except ValueError:
-        return  # said among the problems
+        return  # reported among the problems
     for name, home in homes:
         nvcc = home / "bin" / "nvcc"
         if not home.is_dir():

@@ -283,7 +283,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     origin = _origin(decision.spec) if decision.peer is None else ()
     if decision.peer is None and not (origin or now or env.jit_enabled() or env.REMOTE_STORE.text):
         served_by, expected = _NOTHING, None
-        why = f"{decision.spec.slug} is not here, nor another that serves, and {env.JIT.name}=0 has none compiled"
+        why = f"neither {decision.spec.slug} nor a substitute is here, and {env.JIT.name}=0 forbids compiling"
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     mma = mma_of(signature.a.dtype, signature.b.dtype)

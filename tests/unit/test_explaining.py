@@ -257,9 +257,7 @@ def test_where_nothing_is_there_and_nothing_compiled_nothing_serves(monkeypatch)
     found = explained()
     assert served.is_served
     assert (found.is_served, found.served_by, found.microseconds) == (False, "nothing", None)
-    assert (
-        found.why == f"{served.served_by} is not here, nor another that serves, and CUTLASS_OPS_JIT=0 has none compiled"
-    )
+    assert found.why == f"neither {served.served_by} nor a substitute is here, and CUTLASS_OPS_JIT=0 forbids compiling"
 
 
 def test_misaligned_operands_get_the_reason_and_the_remedy():
