@@ -29,10 +29,26 @@ def source_name(spec: KernelSpec) -> str | None:
 
 
 def plain_epilogue(spec: KernelSpec) -> bool:
-    """Return whether ``epilogue.h`` stores D: TMA can store D, and no other tensor but C has D's size."""
+    """Return whether ``epilogue.h`` stores D: TMA can store D, and it reads no other tensor of D's size than C.
+
+    It writes no other one either, unless its own visitors do: see :func:`stored_by_threads`.
+    """
     read = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
     written = [o for o in spec.epilogue.outputs[1:] if o.reduce is None]
-    return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
+    by_itself = not written or stored_by_threads(spec)
+    return spec.d.aligned and by_itself and all(name == source_name(spec) for name in read)
+
+
+def stored_by_threads(spec: KernelSpec) -> bool:
+    """Return whether further (M, N) outputs are of the kind that ``tile_output.h`` stores: FP8 beside reductions.
+
+    CUTLASS's reductions clear their results in launches of their own, and join parts one after the other. That took
+    longer than all else at few rows. Without reductions, its stores by TMA are as good.
+    """
+    written = [operand for output, operand in spec.typed_outputs if output.reduce is None]
+    reduces = any(output.reduction is not None for output in spec.epilogue.outputs)
+    fp8 = all(operand.aligned and operand.dtype in FP8 for operand in written)
+    return bool(written) and reduces and fp8 and spec.epilogue.quantized is None
 
 
 def d_alone(spec: KernelSpec) -> bool:

@@ -51,15 +51,20 @@ def test_a_kernel_promotes_its_sums():
     assert report.spill_stores == report.spill_loads == 0
 
 
-def test_sums_that_leave_no_registers_are_promoted_whole():
+# Columns of a tile, and instructions of a step: four along K, of each piece.
+FULL = {"whole": (208, 4), "in_turn": (256, 2 * 4)}
+
+
+@pytest.mark.parametrize(("columns", "instructions"), compiled(FULL, beside_gpu_tests={"whole"}))
+def test_sums_that_leave_few_registers_are_promoted(columns, instructions):
     made = co.Sm90Config(
-        co.ThreadblockShape(128, 208, 128), co.ClusterShape(2, 1), schedule="cooperative", accumulation="promoted"
+        co.ThreadblockShape(128, columns, 128), co.ClusterShape(2, 1), schedule="cooperative", accumulation="promoted"
     )
     scales = {"scale_a": "f32", "scale_b": "f32"}
     wanted = co.KernelSpec(a="e4m3.row", b="e4m3.col", d="bf16.row", epilogue=scaled, inputs=scales, config=made)
     artifact = build_artifact(wanted)
     report = inspect(artifact)
-    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 4
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == instructions
     assert report.spill_stores == report.spill_loads == 0
 
 
@@ -152,7 +157,7 @@ LAYER = {
         _COLUMNS.then(composed.residual_rms_quantised("bf16", False, True, True, "e4m3")),
         "bf16.row",
         co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(1, 2), schedule="pingpong"),
-        0,
+        16,
     ),
     "gate": (
         _GATE.then(composed.quantised(False, False).graph),

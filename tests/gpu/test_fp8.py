@@ -153,6 +153,10 @@ PROMOTED = {
     "two, a step at a time": ((256, 96), {"schedule": "cooperative"}),
     "pingpong, three instructions": ((192, 40), {}),
     "swapped": ((128, 176), {"schedule": "cooperative", "swap_ab": True}),
+    "in turn, two pieces of columns": ((128, 256), {"schedule": "cooperative"}),
+    "in turn, two instructions": ((256, 128), {"schedule": "cooperative"}),
+    "in turn, three instructions": ((192, 144), {"schedule": "cooperative"}),
+    "in turn, swapped": ((128, 232), {"schedule": "cooperative", "swap_ab": True}),
 }
 
 

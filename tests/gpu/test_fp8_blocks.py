@@ -96,6 +96,8 @@ KERNELS = {
     "cooperative, alone": ((128, 128), (1, 1), {"schedule": "cooperative"}),
     "cooperative, wide": ((128, 208), (1, 2), {"schedule": "cooperative"}),
     "cooperative, tall": ((256, 96), (2, 2), {"schedule": "cooperative"}),
+    "cooperative, in turn": ((128, 256), (2, 1), {"schedule": "cooperative"}),
+    "cooperative, tall, in turn": ((256, 128), (1, 2), {"schedule": "cooperative"}),
     "side by side": ((192, 128), (2, 1), {"schedule": "cooperative"}),
     "side by side, across blocks": ((192, 80), (1, 2), {"schedule": "cooperative"}),
     "stream-K": ((128, 128), (1, 1), {"schedule": "cooperative", "scheduler": "stream_k"}),

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
+from cutlass_ops.kinds.serving import plain_epilogue
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from tests.gpu import oracle
@@ -211,6 +212,42 @@ def test_a_further_tile_in_fp8(schedule, swap, d, n):
     most = x.abs().amax(1)
     assert torch.equal(outputs.most.isnan(), most.isnan())
     assert torch.equal(outputs.most.nan_to_num(0.0), most.nan_to_num(0.0))
+
+
+# Beside a reduction threads store a further tile, whatever the tile of the kernel (tile_output.h).
+BESIDE_REDUCTIONS = {
+    "eight columns": ((64, 8, 64), "row", {"swap_ab": True}),
+    "parts of eight columns": ((64, 40, 64), "row", {"swap_ab": True}),
+    "sixteen columns": ((64, 16, 64), "row", {}),
+    "warp_specialized": ((128, 48, 64), "row", {"schedule": "warp_specialized"}),
+    "several parts": ((256, 96, 64), "row", {"schedule": "cooperative", "cluster": co.ClusterShape(1, 2)}),
+    "columns": ((128, 64, 64), "col", {"schedule": "cooperative"}),
+    "columns, swapped": ((128, 64, 64), "col", {"swap_ab": True}),
+    "side by side": ((192, 96, 64), "row", {"schedule": "cooperative"}),
+    "side by side, swapped": ((192, 64, 64), "row", {"schedule": "cooperative", "swap_ab": True}),
+}
+
+
+@co.epilogue
+def columns_twice(acc, x: co.Row):
+    z = x - acc
+    return {"d": z, "again": z, "most": co.e.amax(z, dim=1)}
+
+
+@pytest.mark.parametrize(("tile", "major", "config"), BESIDE_REDUCTIONS.values(), ids=BESIDE_REDUCTIONS)
+def test_threads_store_a_further_tile_beside_a_reduction(tile, major, config):
+    """M and N are multiples of 16 that no tile divides. Warpgroups side by side read no tile."""
+    m, n = 336, 208
+    x = spread(E4M3, (n,) if tile[0] == 192 else (m, n))
+    epilogue, inputs = (columns_twice, {"x": "f32"}) if tile[0] == 192 else (kept_twice, {"x": "f32.row"})
+    kernel = spec("bf16.row", epilogue, {"again": f"e4m3.{major}"}, tile=tile, inputs=inputs, **config)
+    assert plain_epilogue(kernel)
+    outputs = co.build(kernel)(*zeros(m, n), x=x)
+    x = x.expand(m, n).contiguous()
+    assert_same(outputs.again.contiguous(), reference.rounded(x, E4M3))
+    for found, wanted in ((outputs.d, x.to(BF16)), (outputs.most, x.abs().amax(1))):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("dtype", NAMES)

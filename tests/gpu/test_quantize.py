@@ -126,6 +126,16 @@ GATES = {
         {"schedule": "pingpong", "cluster": co.ClusterShape(2, 4), "accumulation": "promoted"},
         "e4m3",
     ),
+    "promoted, in turn": (
+        (128, 256),
+        {"schedule": "cooperative", "cluster": co.ClusterShape(2, 1), "accumulation": "promoted"},
+        "e4m3",
+    ),
+    "shared, promoted, in turn": (
+        (256, 128),
+        {"schedule": "cooperative", "cluster": co.ClusterShape(1, 2), "accumulation": "promoted"},
+        "e4m3",
+    ),
     "shared, bf16": ((128, 128), {"schedule": "pingpong", "cluster": co.ClusterShape(1, 2)}, "bf16"),
 }
 

@@ -104,6 +104,29 @@ def test_a_kernel_of_fast_sums_does_not_serve_promoted_operands():
     assert [broken.rule for broken in co.check(spec)] == ["accumulation"]
 
 
+PROMOTED = {
+    "beside all sums": ((128, 208), "cooperative", None),
+    "half at a time": ((128, 256), "cooperative", None),
+    "one of two instructions at a time": ((256, 128), "cooperative", None),
+    "one of three at a time": ((192, 176), "cooperative", None),
+    "two of too many": ((256, 144), "cooperative", "takes 216 accumulator registers"),
+    "three of too many": ((192, 224), "cooperative", "takes 224 accumulator registers"),
+    "a pingpong kernel's": ((64, 208), "pingpong", None),
+    "no other warpgroup multiplies meanwhile": ((64, 216), "pingpong", "takes 216 accumulator registers"),
+}
+
+
+@pytest.mark.parametrize(("tile", "schedule", "message"), PROMOTED.values(), ids=PROMOTED)
+def test_the_products_of_a_large_tile_take_turns(tile, schedule, message):
+    config = co.Sm90Config(co.ThreadblockShape(*tile, 128), schedule=schedule, accumulation="promoted")
+    spec = co.KernelSpec(
+        a="e4m3.row.promoted", b="e4m3.col.promoted", d="bf16.row", epilogue=builtin.identity, config=config
+    )
+    broken = [each.message for each in co.check(spec) if each.rule == "accumulators"]
+    assert len(broken) == (message is not None)
+    assert all(message in each for each in broken)
+
+
 def test_groups_take_names_too():
     w, offsets, scale = W[None].expand(2, -1, -1).contiguous(), torch.tensor([3, 8], dtype=torch.int32), torch.ones(())
     wanted = co.grouped_gemm(X, w.mT, offsets)

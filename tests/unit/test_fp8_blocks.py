@@ -133,7 +133,7 @@ ILLEGAL = {
     "no blocks": (spec(b="", a=""), "use 'e4m3.row.blocks1x128' and 'e5m2.col.blocks128x128' or"),
     "one": (spec(b=""), "no main loop applies .*use operands with blocks of 1x128 and 128x128 or 1x128 and 128x1"),
     "other blocks": (spec(a="128x128"), "no main loop applies scales of such blocks"),
-    "accumulators": (spec(tile=(128, 216, 128)), "takes 216 accumulator registers"),
+    "accumulators": (spec(tile=(256, 144, 128)), "takes 216 accumulator registers"),
 }
 
 

@@ -90,6 +90,42 @@ def test_plain_epilogues_have_a_store_of_their_own(swap_ab, bias, scale):
 
 
 @co.epilogue
+def only_reducing(acc, bias: co.Row):
+    return {"d": acc + bias, "norm": co.sum_square(acc, dim=1)}
+
+
+@co.epilogue
+def only_residual(acc, residual: co.Tile):
+    return co.relu(acc) + residual
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "pre", "without", "by_threads"),
+    [
+        (reducing_and_saving, "e4m3", only_reducing, True),
+        (reducing_and_saving, "bf16", only_reducing, False),
+        (saved, "e4m3", only_residual, False),
+    ],
+)
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_threads_store_a_further_tile_in_fp8_beside_a_reduction(epilogue, pre, without, by_threads, swap_ab):
+    def spec(epilogue, **outputs):
+        config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), swap_ab=swap_ab)
+        return co.KernelSpec(
+            a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, outputs=outputs, config=config
+        )
+
+    made = spec(epilogue, pre=f"{pre}.row")
+    source = co.source(made)
+    assert ('#include "cutlass_ops/tile_output.h"' in source) == by_threads
+    stored = f"cutlass_ops::TileOutput<ThreadblockShape, EpilogueTile, Element_pre, {str(swap_ab).lower()}, 1>;"
+    assert (f"using Store_pre = {stored}" in source) == by_threads
+    assert ("fusion::Sm90AuxStore<Descriptor_pre" in source) != by_threads
+    # Shared memory has nothing of it then.
+    assert (footprint.epilogue_smem(made) == footprint.epilogue_smem(spec(without))) == by_threads
+
+
+@co.epilogue
 def turned(acc, bias: co.Row, residual: co.Tile):
     z = acc + bias
     return co.swap_pairs(z) * z + co.swap_pairs(residual)

@@ -76,6 +76,14 @@ def means_smem(spec: KernelSpec) -> int:
     return round_up(count * f32.bytes, _MEANS_ALIGNMENT)
 
 
+def pieces_in_turn(config: Sm90Config) -> int:
+    """Return into how many pieces a warpgroup of a cooperative kernel divides a step whose products do not fit.
+
+    They are its instructions, one below the other, or half of the only one: ``kInTurn`` in ``mainloop.h``.
+    """
+    return max(2, config.threadblock.m // arch.WGMMA_M // (1 if config.side_by_side else 2))
+
+
 def quantized_by_warps(spec: KernelSpec) -> bool:
     """Return whether D is quantised and each warp stores its own rows, of which it then has all columns."""
     return quantizes_apart(spec.epilogue, spec.form) and not _sm90(spec).side_by_side
@@ -268,7 +276,7 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
             yield Block(round_up(columns * operand.dtype.bytes, ARRAY_ALIGNMENT))
     together = {group[0].name: group for group in reduced_together(spec)} if plain_epilogue(spec) else {}
     for output, operand in spec.typed_outputs:
-        if output.reduce is None and operand.aligned:
+        if output.reduce is None and operand.aligned and not plain_epilogue(spec):
             yield _tiles(spec, operand, stages_d)
         elif output.name in together and along_n(spec, output.kind):
             kept = _kept(together[output.name])

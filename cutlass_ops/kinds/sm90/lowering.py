@@ -84,6 +84,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "epilogue_stages": footprint.epilogue_stages(spec),
         "part_shape": _part_shape(spec),
         "part_n": config.part.n,
+        "tile_outputs": plain and serving.stored_by_threads(spec),
         "gathers": _gathers(spec),
         "means": config.means if spec.epilogue.gathered else None,
         "takes_means": takes_means,
@@ -345,7 +346,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
     for store in others:
         value, group = at[store.compute], groups.get(store.output.name)
         if store.output.reduce is None:
-            nodes.append(_store(spec, store.output, value))
+            nodes.append(_store(spec, store.output, value, plain))
         elif group is not None:  # the others of a group are with their first one
             nodes.append(_reduction(spec, group, value, plain))
     if not spec.d.aligned:
@@ -486,13 +487,17 @@ def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: b
     )
 
 
-def _store(spec: KernelSpec, output: Output, value: int) -> Node:
+def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Node:
     index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
     operand = spec.outputs[index]
     name, element = output.name, f"Element_{output.name}"
     layout = _layout(spec, operand)
     if not operand.aligned:
         return _direct_store(name, element, layout, str(operand.alignment), value)
+    if plain:
+        by_columns, sides = oriented(spec, operand).major == "col", 2 if _config(spec).side_by_side else 1
+        given = f"{_part_shape(spec)}, EpilogueTile, {element}, {str(by_columns).lower()}, {sides}"
+        return Node(f"Store_{name}", f"cutlass_ops::TileOutput<{given}>", f"o.{name}", (value,))
     descriptor = (
         f"using Descriptor_{name} = cutlass::epilogue::collective::detail::AuxStoreDescriptor<"
         f"EpilogueDescriptor, {layout}, {element}>;"

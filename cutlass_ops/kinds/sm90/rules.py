@@ -35,6 +35,7 @@ from cutlass_ops.kinds.sm90.footprint import (
     gathers,
     mainloop_smem,
     output_tile,
+    pieces_in_turn,
     pipeline_stages,
     shared_by_two,
     shared_memory,
@@ -177,7 +178,10 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 def _stored_lines(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     columns = epilogue_tile(spec)[1]
-    for name, operand in (("d", spec.d), *((f"output {o.name}", t) for o, t in spec.typed_outputs if o.reduce is None)):
+    tiles = [("d", spec.d)]
+    if not plain_epilogue(spec):  # else threads store the others
+        tiles += [(f"output {o.name}", t) for o, t in spec.typed_outputs if o.reduce is None]
+    for name, operand in tiles:
         least = arch.UNSWIZZLED_BYTES // operand.dtype.bytes
         if least <= arch.WGMMA_N_STEP:
             continue  # a multiple of that is enough
@@ -197,7 +201,10 @@ def _stored_lines(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     tile, limit = config.threadblock, _MAX_ACCUMULATORS[config.schedule]
     threads = arch.WARPGROUP * (2 if config.schedule == "cooperative" else 1)
-    registers = tile.m * tile.n // threads * (1 if config.accumulation == "fast" else 2)
+    registers = tile.m * tile.n // threads
+    if config.accumulation == "promoted":
+        in_turn = config.schedule == "cooperative" and 2 * registers > limit
+        registers += registers // pieces_in_turn(config) if in_turn else registers
     if registers > limit:
         yield Broken(
             f"threadblock {tile} with schedule {config.schedule!r} and accumulation {config.accumulation!r} takes "

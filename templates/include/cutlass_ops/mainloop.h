@@ -481,14 +481,22 @@ class Mainloop {
   // only one. While a piece is added up, the next one is multiplied, also that of the next step. For the latter, ptxas takes
   // registers for one piece more than a step has. Where these do not suffice, columns are not split, and each step ends before
   // the next begins. Columns are split from 128 on.
+  //
+  // Of the largest tiles, a step's products and the sums do not fit together. Their pieces take turns in the registers of one:
+  // each is added up before the next is multiplied, and the other warpgroup multiplies meanwhile. Instructions as wide read A
+  // less often, so that shared memory is not what limits them.
   static constexpr int kColumnsAtOnce = Extent<1>::value / kAcross, kRowsAtOnce = Extent<0>::value / kDown / 64;
+  static constexpr bool kInTurn = kRowsAtOnce * kColumnsAtOnce > 208;
   static constexpr int columns_of(int pieces) { return (kColumnsAtOnce + 8 * pieces - 1) / (8 * pieces) * 8; }
   static constexpr bool has_registers(int pieces) {
     return (kRowsAtOnce * kColumnsAtOnce + (kRowsAtOnce * pieces + 1) * columns_of(pieces)) / 2 <= (kScaled ? 208 : 224);
   }
-  static constexpr int kSplit = kRowsAtOnce > 1 || kColumnsAtOnce < 128 ? 1 : has_registers(2) ? 2 : has_registers(3) ? 3 : 1;
+  static constexpr int kSplit = kRowsAtOnce > 1 || kColumnsAtOnce < 128 ? 1
+                                : kInTurn || has_registers(2)           ? 2
+                                : has_registers(3)                      ? 3
+                                                                        : 1;
   static constexpr int kPieces = kRowsAtOnce * kSplit, kPieceColumns = columns_of(kSplit);
-  static constexpr int kStepsAtOnce = kPieces > 1 && has_registers(kSplit) ? 2 : 1;
+  static constexpr int kStepsAtOnce = kPieces > 1 && !kInTurn && has_registers(kSplit) ? 2 : 1;
   template <int kIndex>
   struct Piece {
     static constexpr int kRow = kIndex / kSplit, kFirst = kIndex % kSplit * kPieceColumns;
@@ -537,18 +545,20 @@ class Mainloop {
         return NoScales{};
       }
     }();
-    float products[kPieces][kPieceColumns / 2];
-    auto const start = [&](auto index) { multiply(Piece<index>{}, products[index], state.index()); };
+    float products[kInTurn ? 1 : kPieces][kPieceColumns / 2];
+    auto const place = [&](int index) -> float* { return products[kInTurn ? 0 : index]; };
+    auto const start = [&](auto index) { multiply(Piece<index>{}, place(index), state.index()); };
     auto const arrived = [&] { pipeline.consumer_wait(state, pipeline.consumer_try_wait(state)); };
     auto const add = [&](auto index, auto const& release) {
       using Of = Piece<decltype(index)::value>;
-      fence<Of::kSums>(products[index]);
+      float* const mine = place(index);
+      fence<Of::kSums>(mine);
       if constexpr (kScaled) {
-        scaled.template add<Of>(sums, products[index], release);
+        scaled.template add<Of>(sums, mine, release);
       } else {
         release();
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Of::kSums; ++i) sums(Of::kBegin + i) += products[index][i];
+        for (int i = 0; i < Of::kSums; ++i) sums(Of::kBegin + i) += mine[i];
       }
     };
     cute::Int<0> const first;
@@ -580,7 +590,26 @@ class Mainloop {
         add(last, release);
       });
     };
+    // A step whose pieces take turns.
+    auto const in_turn = [&] {
+      arrived();
+      if constexpr (kScaled) scaled.begin(state.index());
+      cute::for_each(cute::make_int_sequence<kPieces>{}, [&](auto index) {
+        start(index);
+        cute::warpgroup_wait<0>();
+        auto const release = [&] {
+          if constexpr (decltype(index)::value == kPieces - 1) pipeline.consumer_release(state);
+        };
+        add(index, release);
+      });
+      ++state;
+    };
     cute::clear(sums);
+    if constexpr (kInTurn) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; steps > 0; --steps) in_turn();
+      return;
+    }
     CUTLASS_PRAGMA_NO_UNROLL
     for (; steps >= kStepsAtOnce; steps -= kStepsAtOnce) add_up(cute::Int<kStepsAtOnce>{});
     if (kStepsAtOnce > 1 && steps > 0) add_up(cute::Int<1>{});
