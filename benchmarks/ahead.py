@@ -52,9 +52,14 @@ def note(words: list[str], path: Path) -> None:
 
     foreseen.pretend(foreseen.DEVICE)
     builder.build_many = build_many  # type: ignore[assignment]
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    sys.path[0] = str(ROOT if is_module else Path(words[0]).parent)
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except Exception as exc:  # whatever it is that a GPU is lacking for
         where = traceback.extract_tb(exc.__traceback__)
         ours = next(frame for frame in reversed(where) if "site-packages" not in frame.filename)
@@ -74,7 +79,7 @@ def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
     if tests:
         command = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.gpu.foreseen", *tests]
         command += ["--foreseen", str(path)]
-    elif words[0].endswith(".py"):
+    elif words[0].endswith(".py") or words[0] == "-m":
         command = [__file__, "--note", str(path), *words]
     else:
         return []

@@ -46,6 +46,7 @@ def pretend(device: Device) -> None:
         "get_device_name": device.name,
         "get_device_capability": device.capability,
         "get_device_properties": properties,
+        "is_current_stream_capturing": False,
         "synchronize": None,
         "empty_cache": None,
     }
