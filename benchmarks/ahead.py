@@ -1,11 +1,12 @@
 """Compiles what a campaign's jobs need where there is no GPU, so that the GPU's time goes into running them.
 
     python benchmarks/ahead.py --only training fp8_blocks backward_tests
-    python benchmarks/ahead.py --only training --list kernels.json      # notes the kernels and compiles none
+    python benchmarks/ahead.py --only training --gpu H100 --list kernels.json    # notes the kernels and compiles none
     python benchmarks/ahead.py --adopt STORE                            # on the GPU's machine
 
-Each job begins as it would on an H200, in a process that pretends to have one, and ends where it needs the GPU itself;
-tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than that is not known here.
+Each job begins as it would on a GPU, by default an H200, in a process that pretends to have one, and ends where it
+needs the GPU itself; tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than that is
+not known here.
 
 A kernel's key has the compilers' digests, so that a machine looks for kernels of its own. `--adopt` copies those of
 another machine's store, by the same releases of nvcc, CUTLASS and tvm-ffi, as if they had been compiled where it runs.
@@ -34,6 +35,7 @@ from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.compilation import builder
 from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.declare.gpus import gpu_named
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from tests.gpu import foreseen
 
@@ -41,8 +43,8 @@ ROOT = Path(__file__).parents[1]
 _TESTS = re.compile(r"tests/gpu/test_\w+\.py")
 
 
-def note(words: list[str], path: Path) -> None:
-    """Begin a script here as if there were a GPU, and write what it would compile to a file."""
+def note(words: list[str], path: Path, gpu: str) -> None:
+    """Begin a script here as if there were such a GPU, and write what it would compile to a file."""
     found: dict[Declaration, None] = {}
 
     def build_many(specs: Iterable[Declaration], **_: Any) -> list[None]:
@@ -50,7 +52,7 @@ def note(words: list[str], path: Path) -> None:
         found.update(dict.fromkeys(wanted))
         return [None] * len(wanted)
 
-    foreseen.pretend(foreseen.DEVICE)
+    foreseen.pretend(gpu_named(gpu))
     builder.build_many = build_many  # type: ignore[assignment]
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
@@ -72,15 +74,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def kernels(job: campaign.Job, folder: Path) -> list[Declaration]:
-    """Return the kernels that a job is known to need."""
+def kernels(job: campaign.Job, folder: Path, gpu: str) -> list[Declaration]:
+    """Return the kernels that a job is known to need on a GPU."""
     path, words = folder / f"{job.name}.json", shlex.split(job.command.format(out=folder))[1:]
     tests = _TESTS.findall(job.command)
     if tests:
         command = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.gpu.foreseen", *tests]
-        command += ["--foreseen", str(path)]
+        command += ["--foreseen", str(path), "--gpu", gpu]
     elif words[0].endswith(".py") or words[0] == "-m":
-        command = [__file__, "--note", str(path), *words]
+        command = [__file__, "--note", str(path), gpu, *words]
     else:
         return []
     around = environment() | {"CUTLASS_OPS_CACHE_DIR": str(folder / "store")}
@@ -117,10 +119,11 @@ def _release(version: str) -> str:
 def main() -> None:
     """Find the kernels of jobs, and compile them together."""
     if sys.argv[1:2] == ["--note"]:
-        note(sys.argv[3:], Path(sys.argv[2]))
+        note(sys.argv[4:], Path(sys.argv[2]), sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of campaign.toml")
+    parser.add_argument("--gpu", default=foreseen.USUAL, help="GPU as the driver names it, or a part of that")
     parser.add_argument("--list", type=Path, help="file that the kernels are written to, instead of compiling them")
     parser.add_argument("--adopt", type=Path, metavar="STORE", help="copy another machine's kernels, and end")
     args = parser.parse_args()
@@ -131,7 +134,7 @@ def main() -> None:
     found: dict[Declaration, None] = {}
     with tempfile.TemporaryDirectory() as folder:
         for job in campaign.jobs(campaign.PLAN, args.only):
-            each = kernels(job, Path(folder))
+            each = kernels(job, Path(folder), args.gpu)
             found.update(dict.fromkeys(each))
             print(f"{job.name}: {len(each)} kernels", flush=True)
     if args.list:

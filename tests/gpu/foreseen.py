@@ -1,6 +1,6 @@
 """Which kernels the GPU tests need, found without a GPU: they run on a device that is made up, on the CPU.
 
-    python -m pytest -p tests.gpu.foreseen --foreseen kernels.json tests/gpu/test_fp8.py
+    python -m pytest -p tests.gpu.foreseen --foreseen kernels.json --gpu H100 tests/gpu/test_fp8.py
     python -m tests.gpu.foreseen kernels.json                   # compiles them
 
 Whether tests pass there says nothing. A test that fails early may need more kernels than are noted.
@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.gpus import gpu_named
 from cutlass_ops.declare.quantizing import declaration_from_json
 from cutlass_ops.run import backward, call
 
-DEVICE = Device((9, 0), 132, "NVIDIA H200")
+USUAL = "NVIDIA H200"
 _MEMORY = 140 << 30  # bytes
 _found: dict[Any, None] = {}
 
@@ -73,14 +74,16 @@ def _is_cuda(device: object) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the file's name."""
+    """Take the names of the file and of the GPU."""
     parser.addoption("--foreseen", type=Path, required=True, help="file that the kernels are written to")
+    parser.addoption("--gpu", type=gpu_named, default=USUAL, help="GPU to make up, as the driver names it")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Have tests find a GPU."""
-    pretend(DEVICE)
-    call.device_of = lambda _: DEVICE
+    device = config.getoption("--gpu")
+    pretend(device)
+    call.device_of = lambda _: device
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -95,12 +98,13 @@ def _made_up(request: pytest.FixtureRequest) -> Iterator[None]:
     sys.path.append(str(Path(__file__).parents[1] / "unit"))
     from fake_device import fake_device
 
-    with pytest.MonkeyPatch.context() as patch, fake_device(patch, DEVICE) as fake, _OnCpu():
+    device = request.config.getoption("--gpu")
+    with pytest.MonkeyPatch.context() as patch, fake_device(patch, device) as fake, _OnCpu():
         patch.setattr(backward, "has_kernels", lambda a: True)
         yield
     from tests.gpu import steps
 
-    trained = steps.specs(DEVICE, {item.path.stem for item in request.session.items})
+    trained = steps.specs(device, {item.path.stem for item in request.session.items})
     _found.update(dict.fromkeys((*fake.loaded, *trained)))
 
 
