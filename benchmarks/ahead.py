@@ -5,8 +5,8 @@
     python benchmarks/ahead.py --adopt STORE                            # on the GPU's machine
 
 Each job begins as it would on a GPU, by default an H200, in a process that pretends to have one, and ends where it
-needs the GPU itself; tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than that is
-not known here.
+needs the GPU itself; tests run on a device that is made up (`tests/gpu/foreseen.py`). What a job compiles later than
+that is not known here.
 
 A kernel's key has the compilers' digests, so that a machine looks for kernels of its own. `--adopt` copies those of
 another machine's store, by the same releases of nvcc, CUTLASS and tvm-ffi, as if they had been compiled where it runs.
