@@ -233,6 +233,9 @@ class Family:
         op, (a, b, *inputs), named = case.request()
         graph = op.graph
         by_name = dict(zip(op.names, inputs, strict=False)) | named
+        # Where a scalar is a tensor, it may have any shape of one element.
+        scalars = (i.name for i in graph.inputs if i.kind is Kind.SCALAR and isinstance(by_name[i.name], Tensor))
+        by_name |= {name: by_name[name].reshape(()) for name in scalars}
         type_a, type_b = (self._multiplied(x) for x in (a, b))
         x, w = reference.as_multiplied(a, type_a).double(), reference.as_multiplied(b, type_b).double()
         if graph.block_scales:
@@ -257,7 +260,10 @@ class Family:
         found = moved_by(lambda of: outputs(of, torch.float64), sums, slack)
         if odd:
             narrow = moved_by(lambda of: outputs(of, torch.float32), sums, slack)
-            found = {name: _with_odd_rows(each, narrow[name], odd, sums.abs() <= slack) for name, each in found.items()}
+            found = {
+                name: _with_odd_rows(each, narrow[name], odd, sums.abs() <= oracle.WORST * slack)
+                for name, each in found.items()
+            }
         return found
 
     def _multiplied(self, tensor: Tensor) -> DType:
