@@ -43,7 +43,7 @@ def stored_by_threads(spec: KernelSpec) -> bool:
     """Return whether further (M, N) outputs are of the kind that ``tile_output.h`` stores: FP8 beside reductions.
 
     CUTLASS's reductions clear their results in launches of their own, and join parts one after the other. That took
-    longer than all else at few rows. Without reductions, its stores by TMA are as good.
+    longer than all else at few rows. Without reductions, CUTLASS's epilogue stores such outputs by TMA.
     """
     written = [operand for output, operand in spec.typed_outputs if output.reduce is None]
     reduces = any(output.reduction is not None for output in spec.epilogue.outputs)

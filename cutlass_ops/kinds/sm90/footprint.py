@@ -274,9 +274,10 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
         elif along_n(spec, given.kind):
             columns = output_tile(spec).n * row_copies(spec)
             yield Block(round_up(columns * operand.dtype.bytes, ARRAY_ALIGNMENT))
-    together = {group[0].name: group for group in reduced_together(spec)} if plain_epilogue(spec) else {}
+    plain = plain_epilogue(spec)
+    together = {group[0].name: group for group in reduced_together(spec)} if plain else {}
     for output, operand in spec.typed_outputs:
-        if output.reduce is None and operand.aligned and not plain_epilogue(spec):
+        if output.reduce is None and operand.aligned and not plain:
             yield _tiles(spec, operand, stages_d)
         elif output.name in together and along_n(spec, output.kind):
             kept = _kept(together[output.name])

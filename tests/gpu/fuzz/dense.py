@@ -260,10 +260,7 @@ class Family:
         found = moved_by(lambda of: outputs(of, torch.float64), sums, slack)
         if odd:
             narrow = moved_by(lambda of: outputs(of, torch.float32), sums, slack)
-            found = {
-                name: _with_odd_rows(each, narrow[name], odd, sums.abs() <= oracle.WORST * slack)
-                for name, each in found.items()
-            }
+            found = {name: _with_odd_rows(each, narrow[name], odd, sums.abs() <= slack) for name, each in found.items()}
         return found
 
     def _multiplied(self, tensor: Tensor) -> DType:
