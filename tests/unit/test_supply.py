@@ -423,16 +423,16 @@ def test_kernels_are_given_away_by_a_thread_that_calls_do_not_wait_for(session, 
 
 def test_what_a_call_awaits_is_given_away_before_the_others(session, specs_of_sm80):
     first, second, third, fourth = specs_of_sm80
-    taken, released = [], threading.Event()
+    taken, begun, released = [], threading.Event(), threading.Event()
 
     def then(spec, artifact):
+        begun.set()
         released.wait(60)
         taken.append(spec)
 
     background = Background(session, lambda spec, cancel: lambda: spec)
     background.add([first], then=then)
-    while background._queue.unfinished_tasks:
-        time.sleep(0.001)
+    assert begun.wait(60)  # the others wait for the first one
     background.add([second, third], then=then)
     while background._queue.unfinished_tasks:
         time.sleep(0.001)
