@@ -42,7 +42,7 @@ _SIXTEEN_BITS, _FP8 = 2e-5, 2.0**-9
 SUMS = {"bf16": _SIXTEEN_BITS, "f16": _SIXTEEN_BITS, "e4m3": _FP8, "e5m2": _FP8}
 SUMS |= {"tf32": 5e-5, "i8": 5e-5, "tf32x3": 2e-6, "f64": 1e-14}
 # How much farther off than the norm allows on average may a single element be?
-_WORST = 8
+WORST = 8
 
 
 def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: Tensor | None = None) -> str | None:
@@ -75,7 +75,7 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     stored = reference.rounded(wanted if about.bits > 8 else wanted.float(), found.dtype).double()
     finite = stored.isfinite() & x.isfinite()
     # What rounds to the largest number or to infinity may do the other. FP8 has no infinities here: it saturates.
-    near_the_end = (wanted.abs() / about.max - 1).abs() < (_WORST * (about.eps + sums) if about.bits > 8 else 0.0)
+    near_the_end = (wanted.abs() / about.max - 1).abs() < (WORST * (about.eps + sums) if about.bits > 8 else 0.0)
     if moved is not None:  # a sum near 0 times a great scale
         near_the_end |= (wanted.abs() - moved.abs() <= about.max) & (wanted.abs() + moved.abs() >= about.max)
     alike = (finite & bool(sums)) | (x == stored) | (x.isnan() & stored.isnan()) | near_the_end
@@ -93,7 +93,7 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     if not off <= allowed:
         return f"error {off:.3e}, allowed {allowed:.3e}, of {norm:.3e}"
     # A few wrong elements hardly move the norm: none may be far off.
-    allowed = _WORST * ((about.eps + sums) * largest + most_slack + step)
+    allowed = WORST * ((about.eps + sums) * largest + most_slack + step)
     if not worst <= allowed:
         return f"an element is off by {worst:.3e}, allowed {allowed:.3e}, of {largest:.3e}"
     return None
@@ -118,4 +118,4 @@ def assert_close(x: Tensor, wanted: Tensor, eager: Tensor | None = None) -> None
     assert found <= allowed, f"error {found:.3e}, allowed {allowed:.3e}"
     scale = max(wanted.abs().max().item(), 1e-30)
     worst = (x.double() - wanted).abs().max().item()
-    assert worst <= max(_WORST * unit, 1e-4) * scale, f"an element is off by {worst:.3e} of {scale:.3e}"
+    assert worst <= max(WORST * unit, 1e-4) * scale, f"an element is off by {worst:.3e} of {scale:.3e}"

@@ -260,7 +260,8 @@ class Family:
         found = moved_by(lambda of: outputs(of, torch.float64), sums, slack)
         if odd:
             narrow = moved_by(lambda of: outputs(of, torch.float32), sums, slack)
-            found = {name: _with_odd_rows(each, narrow[name], odd, sums.abs() <= slack) for name, each in found.items()}
+            may_be_0 = sums.abs() <= oracle.WORST * slack  # the slack is a mean: one sum may be off by more
+            found = {name: _with_odd_rows(each, narrow[name], odd, may_be_0) for name, each in found.items()}
         return found
 
     def _multiplied(self, tensor: Tensor) -> DType:
@@ -308,7 +309,8 @@ def _halfway(x: Tensor) -> Tensor:
 def _with_odd_rows(found: Wanted, narrow: Wanted, odd: Mapping[str, list[int]], undecided: Tensor) -> Wanted:
     """Return what is wanted with rows of unusual scales as FP32 computes them, which overflows and underflows.
 
-    A sum that may be 0 is no number or infinity times an infinite scale: which one is not known.
+    A sum that may be 0 may have either sign. Times an infinite scale it is no number or an infinity: it is not known
+    which.
     """
     rows = sorted({row for each in odd.values() for row in each})
     exact, moved = found.exact.clone(), found.moved.clone()
