@@ -3,7 +3,8 @@
     python benchmarks/pool_sizes.py --sample 12 --out benchmarks/results/pool_sizes.json
 
 The size of a kernel is the mean of a sample, evenly spaced over the pools at 3%, which is compiled into the store.
-*Compressed* is what a wheel takes to download; *installed*, what its files take.
+*Compressed* is what a wheel takes to download, in which libraries follow each other, and then their sources, as in a
+bundle; *installed*, what its files take.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ def sample(arch: str, count: int) -> tuple[float, float]:
     specs = [spec for part in distributing.parts(arch) for spec in part.specs]
     step = len(specs) / count
     artifacts = build_many(dict.fromkeys(specs[int(at * step)] for at in range(count)))
-    files = [(a.read_library(), a.read_source()) for a in artifacts]
-    whole = sum(len(data) for pair in files for data in pair)
-    packed = sum(len(zlib.compress(data)) for pair in files for data in pair)
-    return whole / len(files), packed / len(files)
+    archive = b"".join([a.read_library() for a in artifacts] + [a.read_source() for a in artifacts])
+    return len(archive) / count, len(zlib.compress(archive, 9)) / count
 
 
 def main() -> None:

@@ -80,7 +80,11 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "-xc++",
             *common,
             *(f"-isysteminc/cuda{i}" for i in range(_CUDA_FOLDERS)),
-            "-Os",  # a third less code than -O2; a distribution has thousands of libraries
+            # A distribution has thousands of libraries: -Os makes a third less code than -O2, and the next two take
+            # away 5% of a library.
+            "-Os",
+            "-fwhole-program",
+            "-fno-plt",
             "-fPIC",
             "-fvisibility=hidden",
             "-fvisibility-inlines-hidden",
@@ -95,6 +99,7 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "-ltvm_ffi",
             "-Wl,-s",
             "-Wl,-z,noseparate-code",  # no pages of padding between code and data
+            "-Wl,-z,now",  # nothing is left that could be bound later
         ),
     }
 

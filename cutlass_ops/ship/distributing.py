@@ -158,9 +158,9 @@ def missing(of: Sequence[Part]) -> list[KernelSpec]:
 
 def compressed(of: Sequence[Part]) -> tuple[int, int, int]:
     """Return how many of the kernels the store has, their bytes, and their bytes when compressed as in a wheel."""
-    found = [artifact for part in of for spec in part.specs if (artifact := stored(spec)) is not None]
-    files = [data for artifact in found for data in (artifact.read_library(), artifact.read_source())]
-    return len(found), sum(map(len, files)), sum(len(zlib.compress(data)) for data in files)
+    found = [[a for spec in part.specs if (a := stored(spec)) is not None] for part in of]
+    archives = [b"".join([a.read_library() for a in each] + [a.read_source() for a in each]) for each in found]
+    return sum(map(len, found)), sum(map(len, archives)), sum(len(zlib.compress(data, 9)) for data in archives if data)
 
 
 def build(

@@ -220,4 +220,4 @@ def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
             entry = zipfile.ZipInfo(name, _FIRST_DAY)
             entry.external_attr = 0o100644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED  # a kernel takes a third of its size
-            archive.writestr(entry, data)
+            archive.writestr(entry, data, compresslevel=9)

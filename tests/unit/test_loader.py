@@ -27,7 +27,7 @@ from cutlass_ops.compilation.toolchain import find_toolchain
 # What templates/include/cutlass_ops/binding.h exports, without a kernel behind it.
 EXPORTS = r"""
 #include <tvm/ffi/c_api.h>
-#define EXPORT extern "C" __attribute__((visibility("default"))) int
+#define EXPORT extern "C" __attribute__((visibility("default"), externally_visible)) int
 static int integer(TVMFFIAny* result, int64_t value) {
   result->type_index = kTVMFFIInt;
   result->v_int64 = value;

@@ -155,7 +155,6 @@ class BatchedOperands {
   int64_t count() const { return extents_[0] * extents_[1]; }
 
   // The strides between batches of a tensor whose last dimensions are `own`. False if the tensor breaks the contract.
-  template <class Element>
   bool read_batches(int at, DLTensor const* t, int own, Use use, int alignment, Batches& batches) {
     int const leading = t->ndim - own;
     bool const broadcasts = use == Use::kOperand, shared = use != Use::kOutput && leading == 0;
@@ -174,16 +173,20 @@ class BatchedOperands {
 
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   BatchedMatrix matrix(int64_t rows, int64_t cols, Use use) {
+    return matrix(Call::expected<Element, kMajor, kAlignment, kAlignedExtent>(), rows, cols, use);
+  }
+
+  BatchedMatrix matrix(Call::Expected const& type, int64_t rows, int64_t cols, Use use) {
     int const at = call_.next_++;
-    DLTensor const* const t = call_.tensor<Element>(at);
+    DLTensor const* const t = call_.tensor(at, type);
     BatchedMatrix x;
-    if (t == nullptr || !read_batches<Element>(at, t, 2, use, kAlignment, x.batches)) return {};
+    if (t == nullptr || !read_batches(at, t, 2, use, type.alignment, x.batches)) return {};
     int const last = t->ndim - 1;
     Call::Dimension const row{t->shape[last - 1], t->strides[last - 1], true}, col{t->shape[last], t->strides[last], true};
-    static_cast<Matrix&>(x) = call_.lines<Element, kMajor, kAlignment, kAlignedExtent>(at, t, row, col, rows, cols);
+    static_cast<Matrix&>(x) = call_.lines(at, type, t, row, col, rows, cols);
     if (x.data == nullptr) return {};
-    bool const by_rows = kMajor == Major::kRow;
-    note<Element>(at, use, x.data, by_rows ? x.cols : x.rows, x.ld, by_rows ? x.rows : x.cols, x.batches);
+    bool const by_rows = type.major == Major::kRow;
+    note(at, use, x.data, type.bytes(), by_rows ? x.cols : x.rows, x.ld, by_rows ? x.rows : x.cols, x.batches);
     return x;
   }
 
@@ -192,14 +195,14 @@ class BatchedOperands {
     int const at = call_.next_++;
     DLTensor const* const t = call_.tensor<Element>(at);
     BatchedVector<Element> x;
-    if (t == nullptr || !read_batches<Element>(at, t, 1, Use::kNone, 1, x.batches)) return {};
+    if (t == nullptr || !read_batches(at, t, 1, Use::kNone, 1, x.batches)) return {};
     int const last = t->ndim - 1;
     if (t->shape[last] != length) return fail_shape(at), BatchedVector<Element>{};
     if (Call::is_null(t)) return call_.fail(at, Reason::kNull), BatchedVector<Element>{};
     if (length > 1 && t->strides[last] != 1) return call_.fail(at, Reason::kMajor), BatchedVector<Element>{};
     if (Call::address(t) % sizeof(Element) != 0) return call_.fail(at, Reason::kAlignment), BatchedVector<Element>{};
     x.values = reinterpret_cast<Element*>(Call::address(t));
-    note<Element>(at, Use::kNone, x.values, length, 0, 1, x.batches);
+    note(at, Use::kNone, x.values, sizeof(Element), length, 0, 1, x.batches);
     return x;
   }
 
@@ -229,21 +232,20 @@ class BatchedOperands {
     if (!ahead) return call_.fail(at, Reason::kMajor), Strided<Element, kRank>{};
     if (Call::address(t) % sizeof(Element) != 0) return call_.fail(at, Reason::kAlignment), Strided<Element, kRank>{};
     x.values = reinterpret_cast<Element*>(Call::address(t));
-    note<Element>(at, Use::kNone, x.values, length, 0, 1, {});
+    note(at, Use::kNone, x.values, sizeof(Element), length, 0, 1, {});
     return x;
   }
 
-  template <class Element>
-  void note(int at, Use use, void const* data, int64_t length, int64_t ld, int64_t runs, Batches const& batches) {
-    constexpr uintptr_t kBytes = sizeof(Element);
+  void note(int at, Use use, void const* data, int64_t bytes, int64_t length, int64_t ld, int64_t runs,
+            Batches const& batches) {
     Span& span = spans_[at];
-    span = {use, reinterpret_cast<uintptr_t>(data), uintptr_t(length) * kBytes, {}};
-    auto const level = [](int64_t distance, int64_t count) {
-      return distance == 0 ? Level{} : Level{uintptr_t(distance) * kBytes, uintptr_t(count)};
+    span = {use, reinterpret_cast<uintptr_t>(data), uintptr_t(length * bytes), {}};
+    auto const level = [&](int64_t distance, int64_t count) {
+      return distance == 0 ? Level{} : Level{uintptr_t(distance * bytes), uintptr_t(count)};
     };
     // An output keeps a stride of 0, so that it is refused: its batches share memory.
     auto const batch_level = [&](int64_t distance, int64_t count) {
-      return use == Use::kOutput ? Level{uintptr_t(distance) * kBytes, uintptr_t(count)} : level(distance, count);
+      return use == Use::kOutput ? Level{uintptr_t(distance * bytes), uintptr_t(count)} : level(distance, count);
     };
     Level all[kLevels] = {level(runs > 1 ? ld : 0, runs), batch_level(batches.inner, extents_[0]),
                           batch_level(batches.outer, extents_[1])};

@@ -262,14 +262,33 @@ class Call {
     if (status_ == 0) status_ = 16 * at + int(reason);
   }
 
+  // What an argument has to be. Its code is there once, for all types: a distribution has thousands of libraries.
+  struct Expected {
+    int code;
+    int bits;
+    Major major = Major::kRow;
+    int alignment = 1;  // of lines, in elements
+    bool aligned_extent = false;
+
+    int64_t bytes() const { return bits / 8; }
+  };
+
   template <class Element>
-  DLTensor const* tensor(int at) {
+  static constexpr Expected expected() { return {DataType<Element>::code, DataType<Element>::bits}; }
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  static constexpr Expected expected() {
+    return {DataType<Element>::code, DataType<Element>::bits, kMajor, kAlignment, kAlignedExtent};
+  }
+
+  template <class Element>
+  DLTensor const* tensor(int at) { return tensor(at, expected<Element>()); }
+
+  DLTensor const* tensor(int at, Expected const& type) {
     if (status_ != 0) return nullptr;
     if (at >= count_) return fail(at, Reason::kCount), nullptr;
     DLTensor const* t = as_tensor(args_[at]);
     if (t == nullptr) return fail(at, Reason::kKind), nullptr;
-    using Type = DataType<Element>;
-    if (t->dtype.code != Type::code || t->dtype.bits != Type::bits || t->dtype.lanes != 1) {
+    if (t->dtype.code != type.code || t->dtype.bits != type.bits || t->dtype.lanes != 1) {
       return fail(at, Reason::kDtype), nullptr;
     }
     if (t->device.device_type != kDLCUDA) return fail(at, Reason::kDevice), nullptr;
@@ -280,16 +299,20 @@ class Call {
 
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix matrix(int at, int64_t rows, int64_t cols, bool output, bool is_tile) {
-    DLTensor const* t = tensor<Element>(at);
+    return matrix(at, expected<Element, kMajor, kAlignment, kAlignedExtent>(), rows, cols, output, is_tile);
+  }
+
+  Matrix matrix(int at, Expected const& type, int64_t rows, int64_t cols, bool output, bool is_tile) {
+    DLTensor const* t = tensor(at, type);
     if (t == nullptr) return {};
     if (t->ndim < 1) return fail(at, Reason::kShape), Matrix{};
     Dimension const row = fold(t, t->ndim - 1), col = {t->shape[t->ndim - 1], t->strides[t->ndim - 1], true};
-    Matrix const r = lines<Element, kMajor, kAlignment, kAlignedExtent>(at, t, row, col, rows, cols);
+    Matrix const r = lines(at, type, t, row, col, rows, cols);
     if (r.data == nullptr) return r;
-    bool const by_rows = kMajor == Major::kRow;
+    bool const by_rows = type.major == Major::kRow;
     int64_t const length = by_rows ? r.cols : r.rows, runs = by_rows ? r.rows : r.cols;
-    add({address(t), uintptr_t(length) * sizeof(Element), uintptr_t(r.ld) * sizeof(Element), uintptr_t(runs), is_tile},
-        at, output);
+    add({address(t), uintptr_t(length * type.bytes()), uintptr_t(r.ld * type.bytes()), uintptr_t(runs), is_tile}, at,
+        output);
     return r;
   }
 
@@ -300,23 +323,23 @@ class Call {
   };
 
   // A tensor's matrix, given its dimensions. It has no data if the tensor breaks the contract.
-  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
-  Matrix lines(int at, DLTensor const* t, Dimension row, Dimension col, int64_t rows, int64_t cols) {
+  Matrix lines(int at, Expected const& type, DLTensor const* t, Dimension row, Dimension col, int64_t rows, int64_t cols) {
     if ((rows >= 0 && row.extent != rows) || (cols >= 0 && col.extent != cols) || row.extent < 1 || col.extent < 1) {
       return fail(at, Reason::kShape), Matrix{};
     }
     if (is_null(t)) return fail(at, Reason::kNull), Matrix{};
-    Dimension const inner = (kMajor == Major::kRow) ? col : row, outer = (kMajor == Major::kRow) ? row : col;
+    bool const by_rows = type.major == Major::kRow;
+    Dimension const inner = by_rows ? col : row, outer = by_rows ? row : col;
     if (!row.uniform || (inner.extent > 1 && inner.stride != 1) || (outer.extent > 1 && outer.stride < inner.extent)) {
       return fail(at, Reason::kMajor), Matrix{};
     }
-    int64_t const runs = outer.extent, length = inner.extent;
-    if (address(t) % (kAlignment * sizeof(Element)) != 0 || (runs > 1 && outer.stride % kAlignment != 0) ||
-        (kAlignedExtent && length % kAlignment != 0)) {
+    int64_t const runs = outer.extent, length = inner.extent, alignment = type.alignment;
+    if (address(t) % uintptr_t(alignment * type.bytes()) != 0 || (runs > 1 && outer.stride % alignment != 0) ||
+        (type.aligned_extent && length % alignment != 0)) {
       return fail(at, Reason::kAlignment), Matrix{};
     }
     // A single run has no leading dimension; give it one that every loader accepts.
-    int64_t const ld = (runs == 1) ? (length + kAlignment - 1) / kAlignment * kAlignment : outer.stride;
+    int64_t const ld = (runs == 1) ? (length + alignment - 1) / alignment * alignment : outer.stride;
     return {reinterpret_cast<void*>(address(t)), row.extent, col.extent, ld};
   }
 
@@ -357,7 +380,11 @@ class Call {
 
   template <class Element>
   Element* vector(int at, int64_t length, int dimensions, bool output) {
-    DLTensor const* t = tensor<Element>(at);
+    return static_cast<Element*>(vector(at, expected<Element>(), length, dimensions, output));
+  }
+
+  void* vector(int at, Expected const& type, int64_t length, int dimensions, bool output) {
+    DLTensor const* t = tensor(at, type);
     if (t == nullptr) return nullptr;
     Dimension const d = fold(t, t->ndim);
     if (t->ndim < 1 || (dimensions != kAnyDimensions && t->ndim != dimensions) || d.extent != length) {
@@ -365,10 +392,10 @@ class Call {
     }
     if (is_null(t)) return fail(at, Reason::kNull), nullptr;
     if (!d.uniform || (length > 1 && d.stride != 1)) return fail(at, Reason::kMajor), nullptr;
-    if (address(t) % sizeof(Element) != 0) return fail(at, Reason::kAlignment), nullptr;
-    uintptr_t const bytes = uintptr_t(length) * sizeof(Element);
+    if (address(t) % uintptr_t(type.bytes()) != 0) return fail(at, Reason::kAlignment), nullptr;
+    uintptr_t const bytes = uintptr_t(length * type.bytes());
     add({address(t), bytes, bytes, 1, false}, at, output);
-    return reinterpret_cast<Element*>(address(t));
+    return reinterpret_cast<void*>(address(t));
   }
 
   void add(Extent extent, int at, bool output) {
@@ -530,25 +557,23 @@ int export_describe(TVMFFIAny* result) {
 
 }  // namespace cutlass_ops
 
+// What a library offers. Its host code is compiled as all there is (-fwhole-program), so that nothing else is kept.
+#define CUTLASS_OPS_EXPORTED extern "C" __attribute__((visibility("default"), externally_visible))
+
 #define CUTLASS_OPS_EXPORT(name, Entry)                                                                               \
   CUTLASS_OPS_COMPLETE_IMAGE()                                                                                        \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, \
-                                                                         TVMFFIAny* result) {                         \
+  CUTLASS_OPS_EXPORTED int __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {         \
     return cutlass_ops::export_launch<Entry>(args, count, result, #name);                                             \
   }                                                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, \
-                                                                          TVMFFIAny* result) {                        \
+  CUTLASS_OPS_EXPORTED int __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {        \
     return cutlass_ops::export_prepare<Entry>(args, count, result, #name);                                            \
   }                                                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_load(void*, TVMFFIAny const* args, int32_t count,   \
-                                                                       TVMFFIAny* result) {                           \
+  CUTLASS_OPS_EXPORTED int __tvm_ffi_load(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {           \
     return cutlass_ops::export_load<Entry>(args, count, result, #name);                                               \
   }                                                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args,        \
-                                                                                 int32_t count, TVMFFIAny* result) {  \
-    return cutlass_ops::export_workspace_size<Entry>(args, count, result);                                           \
+  CUTLASS_OPS_EXPORTED int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) { \
+    return cutlass_ops::export_workspace_size<Entry>(args, count, result);                                            \
   }                                                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t,          \
-                                                                           TVMFFIAny* result) {                       \
-    return cutlass_ops::export_describe<Entry>(result);                                                              \
+  CUTLASS_OPS_EXPORTED int __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t, TVMFFIAny* result) {                  \
+    return cutlass_ops::export_describe<Entry>(result);                                                               \
   }

@@ -11,9 +11,6 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <numeric>
-#include <optional>
-#include <vector>
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/halves.h"
@@ -72,9 +69,10 @@ class Observer {
              cudaHostAlloc(&reported_, kMaxMultiprocessors * sizeof(int), cudaHostAllocMapped) == cudaSuccess;
   }
 
-  // The multiprocessor of each block, cluster by cluster, with one block on each multiprocessor.
-  std::optional<std::vector<int>> observe(int cluster) {
-    if (!ready_ || cudaStreamQuery(stream_) != cudaSuccess) return std::nullopt;
+  // The multiprocessor of each block, cluster by cluster, with one block on each multiprocessor. Returns the number of blocks,
+  // 0 if nothing is known.
+  int observe(int cluster, int (&found)[kMaxMultiprocessors]) {
+    if (!ready_ || cudaStreamQuery(stream_) != cudaSuccess) return 0;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {unsigned(cluster), 1, 1};
@@ -86,17 +84,19 @@ class Observer {
     config.attrs = &attribute;
     config.numAttrs = 1;
     int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel(), &config) != cudaSuccess || clusters == 0) return std::nullopt;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel(), &config) != cudaSuccess) return 0;
     int const blocks = std::min(clusters * cluster, kMaxMultiprocessors);
     config.gridDim = dim3(blocks);
     Report::Params params{reported_};
     void* arguments[] = {&params};
-    if (cudaLaunchKernelExC(&config, kernel(), arguments) != cudaSuccess || !finished()) return std::nullopt;
-    std::vector<int> found(reported_, reported_ + blocks), sorted = found;
-    std::sort(sorted.begin(), sorted.end());
-    bool const alone = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
-    bool const known = sorted.front() >= 0 && sorted.back() < kMaxMultiprocessors;
-    return alone && known ? std::optional(found) : std::nullopt;
+    if (blocks == 0 || cudaLaunchKernelExC(&config, kernel(), arguments) != cudaSuccess || !finished()) return 0;
+    bool taken[kMaxMultiprocessors] = {};
+    for (int i = 0; i < blocks; ++i) {
+      int const at = found[i] = reported_[i];
+      if (at < 0 || at >= kMaxMultiprocessors || taken[at]) return 0;
+      taken[at] = true;
+    }
+    return blocks;
   }
 
  private:
@@ -118,78 +118,89 @@ class Observer {
   int* reported_ = nullptr;
 };
 
-// The GPC of each multiprocessor, numbered from 0.
-inline std::optional<std::vector<int>> gpcs(Observer& observer) {
-  std::vector<int> parent(kMaxMultiprocessors);
-  std::iota(parent.begin(), parent.end(), 0);
+// The GPC of each multiprocessor, numbered from 0; -1 where there is none. False if they are not known.
+inline bool gpcs(Observer& observer, int (&gpc)[kMaxMultiprocessors]) {
+  constexpr int kMaxGpcs = 255;
+  int parent[kMaxMultiprocessors], found[kMaxMultiprocessors];
+  for (int i = 0; i < kMaxMultiprocessors; ++i) parent[i] = i;
   auto const root = [&](int x) {
     while (parent[x] != x) x = parent[x] = parent[parent[x]];
     return x;
   };
   // Sizes that do not divide a GPC alike connect all of it.
-  std::vector<bool> connected(kMaxMultiprocessors, false), present(kMaxMultiprocessors, false);
+  bool connected[kMaxMultiprocessors] = {}, present[kMaxMultiprocessors] = {};
   for (int cluster : {16, 8, 4, 1}) {
     for (int repetition = 0; repetition < (cluster == 1 ? 1 : 3); ++repetition) {
-      auto const found = observer.observe(cluster);
-      if (!found) {
+      int const blocks = observer.observe(cluster, found);
+      if (blocks == 0) {
         if (cluster == 16) break;  // larger than portable ones: some devices have none
-        return std::nullopt;
+        return false;
       }
-      for (size_t i = 0; i < found->size(); ++i) {
-        present[(*found)[i]] = true;
+      for (int i = 0; i < blocks; ++i) {
+        present[found[i]] = true;
         if (cluster == 1) continue;
-        connected[(*found)[i]] = true;
-        parent[root((*found)[i])] = root((*found)[i - i % cluster]);
+        connected[found[i]] = true;
+        parent[root(found[i])] = root(found[i - i % cluster]);
       }
     }
   }
-  std::vector<int> group(kMaxMultiprocessors, -1), size;
+  int size[kMaxGpcs] = {}, count = 0;
+  std::fill_n(gpc, kMaxMultiprocessors, -1);
   for (int i = 0; i < kMaxMultiprocessors; ++i) {
     if (!connected[i]) continue;
-    int& number = group[root(i)];
+    int& number = gpc[root(i)];
     if (number < 0) {
-      number = int(size.size());
-      size.push_back(0);
+      if (count == kMaxGpcs) return false;
+      number = count++;
     }
     ++size[number];
-    group[i] = number;
+    gpc[i] = number;
   }
-  if (size.empty() || size.size() > 255) return std::nullopt;
+  if (count == 0) return false;
   // An H100 has ten multiprocessors that no cluster of four takes. Their reads merge with those of the smallest GPC.
-  int const smallest = int(std::min_element(size.begin(), size.end()) - size.begin());
+  int const smallest = int(std::min_element(size, size + count) - size);
   for (int i = 0; i < kMaxMultiprocessors; ++i) {
-    if (present[i] && group[i] < 0) group[i] = smallest;
+    if (present[i] && gpc[i] < 0) gpc[i] = smallest;
   }
-  return group;
+  return true;
 }
 
-// The GPC on which each cluster of a launch lands that finds the device empty.
-inline std::optional<std::vector<uint8_t>> find(Observer& observer, int cluster) {
-  auto const gpc = gpcs(observer);
-  if (!gpc) return std::nullopt;
-  std::vector<uint8_t> previous;
+// The GPC of each cluster of a launch.
+struct Places {
+  uint8_t of[kMaxMultiprocessors];
+  int count = 0;
+};
+
+// Where the clusters of a launch land that finds the device empty. False if that is not known.
+inline bool find(Observer& observer, int cluster, Places& places) {
+  int gpc[kMaxMultiprocessors], found[kMaxMultiprocessors];
+  if (!gpcs(observer, gpc)) return false;
   for (int repetition = 0; repetition < 4; ++repetition) {
-    auto const found = observer.observe(cluster);
-    if (!found) return std::nullopt;
-    std::vector<uint8_t> places;
-    for (size_t i = 0; i < found->size(); i += cluster) places.push_back(uint8_t((*gpc)[(*found)[i]]));
-    // Kernels on other streams would show as differences. A few clusters differ even on an idle device.
+    int const blocks = observer.observe(cluster, found), before = places.count;
+    if (blocks == 0) return false;
     int same = 0;
-    for (size_t i = 0; i < previous.size(); ++i) same += previous[i] == places[i];
-    if (!previous.empty() && same * 10 >= int(places.size()) * 8) return places;
-    previous = places;
+    places.count = 0;
+    for (int i = 0; i < blocks; i += cluster) {
+      uint8_t& place = places.of[places.count];
+      auto const now = uint8_t(gpc[found[i]]);
+      same += places.count < before && place == now;
+      place = now;
+      ++places.count;
+    }
+    // Kernels on other streams would show as differences. A few clusters differ even on an idle device.
+    if (same * 10 >= places.count * 8) return true;
   }
-  return std::nullopt;
+  return false;
 }
 
 // As above, found once a device. None while nothing is known.
 template <int kCluster>
 Groups of(int device) {
   static std::mutex mutex;
-  static std::atomic<std::vector<uint8_t> const*> known[kMaxDevices];
+  static std::atomic<Places const*> known[kMaxDevices] = {};
   static int attempts[kMaxDevices];
-  auto const groups = [](std::vector<uint8_t> const* found) {
-    return found == nullptr ? Groups{} : Groups{found->data(), int(found->size())};
+  auto const groups = [](Places const* found) {
+    return found == nullptr ? Groups{} : Groups{found->of, found->count};
   };
   if (auto const* there = known[device].load(std::memory_order_acquire)) return groups(there);
   std::lock_guard<std::mutex> const lock(mutex);
@@ -200,8 +211,8 @@ Groups of(int device) {
     cudaThreadExchangeStreamCaptureMode(&mode);
     static Observer* observers[kMaxDevices];  // kept: to free what a late report may still use would be to wait for it
     if (observers[device] == nullptr) observers[device] = new Observer(device);
-    if (auto const found = find(*observers[device], kCluster)) {
-      known[device].store(new std::vector<uint8_t>(*found), std::memory_order_release);
+    if (Places found; find(*observers[device], kCluster, found)) {
+      known[device].store(new Places(found), std::memory_order_release);
     }
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaGetLastError();  // what failed here is no failure of the launch

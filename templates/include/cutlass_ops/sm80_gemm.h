@@ -127,7 +127,7 @@ Device prepare(void const* kernel, int ordinal) {
 template <class GemmKernel>
 Device prepared(void const* kernel, int ordinal) {
   static std::mutex mutex;
-  static std::atomic<bool> ready[kMaxDevices];
+  static std::atomic<bool> ready[kMaxDevices] = {};
   static Device devices[kMaxDevices];
   if (ordinal < 0 || ordinal >= kMaxDevices) return {};
   if (!ready[ordinal].load(std::memory_order_acquire)) {

@@ -132,7 +132,7 @@ struct Preparing {
 };
 
 inline int multiprocessors(int device) {
-  static std::atomic<int> counts[kMaxDevices];
+  static std::atomic<int> counts[kMaxDevices] = {};
   int count = counts[device].load(std::memory_order_relaxed);
   if (count == 0) {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -285,7 +285,7 @@ struct Sm90Entry {
 
   // Done once a device: large shared memory has to be asked for, and only the driver knows how many clusters fit.
   static cudaError_t prepare(int device, cutlass::KernelHardwareInfo& hardware) {
-    static std::atomic<int> clusters[kMaxDevices];
+    static std::atomic<int> clusters[kMaxDevices] = {};
     int active = clusters[device].load(std::memory_order_acquire);
     hardware.device_id = device;
     hardware.sm_count = multiprocessors(device);

@@ -306,7 +306,7 @@ struct SmallEntry {
  private:
   // As many thread blocks as run at a time. Asked for once a device, since the question costs microseconds.
   static cudaError_t most_blocks(int device, int& blocks) {
-    static std::atomic<int> known[kMaxDevices];
+    static std::atomic<int> known[kMaxDevices] = {};
     blocks = known[device].load(std::memory_order_acquire);
     if (blocks != 0) return cudaSuccess;
     cudaError_t error =
