@@ -8,6 +8,7 @@ What is wrong with a distribution costs speed, not results: it is left out, with
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import re
 from collections.abc import Iterator
@@ -70,21 +71,41 @@ class Distribution:
 
 def distributions() -> list[Distribution]:
     """Return the distributions of kernels for this version of the library, by name; warn of those for others."""
-    found = []
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        about, match = entry.dist, _FOLDER.fullmatch(entry.value)
-        if about is None or match is None:
-            warn_once(f"an entry point of {GROUP} is ignored: {entry.value!r} is not {NAMESPACE}.NAME")
-            continue
-        packages = Path(str(about.locate_file("")))
-        each = Distribution(about.name, about.version, packages / NAMESPACE / match[1], packages)
-        if entry.name == needs():
-            found.append(each)
-        else:
-            library = resources.library_version()
-            why = f"they are for {entry.name}, and this is cutlass_ops {library} ({needs()})"
-            _warn(each, f"{why}. Install one that is made for it")
-    return sorted(found, key=lambda each: each.name)
+    found: dict[str, Distribution] = {}
+    for packages, stem in _folders():
+        for about in importlib.metadata.distributions(name=stem, path=[str(packages)]):
+            for entry in about.entry_points.select(group=GROUP):
+                each = _distribution(about, entry, packages)
+                if each is not None:
+                    found.setdefault(each.name, each)  # the first on the path, as for any import
+    return [found[name] for name in sorted(found)]
+
+
+def _folders() -> Iterator[tuple[Path, str]]:
+    """Yield the folders in the namespace: that of packages, and the name.
+
+    They are looked for first, since to read the entry points of all installed packages takes ten milliseconds.
+    """
+    namespace = importlib.machinery.PathFinder.find_spec(NAMESPACE)
+    for place in (namespace and namespace.submodule_search_locations) or ():
+        for folder in Path(place).iterdir():
+            yield folder.parent.parent, folder.name
+
+
+def _distribution(
+    about: importlib.metadata.Distribution, entry: importlib.metadata.EntryPoint, packages: Path
+) -> Distribution | None:
+    match = _FOLDER.fullmatch(entry.value)
+    if match is None:
+        warn_once(f"an entry point of {GROUP} is ignored: {entry.value!r} is not {NAMESPACE}.NAME")
+        return None
+    found = Distribution(about.name, about.version, packages / NAMESPACE / match[1], packages)
+    if entry.name != needs():
+        library = resources.library_version()
+        why = f"they are for {entry.name}, and this is cutlass_ops {library} ({needs()})"
+        _warn(found, f"{why}. Install one that is made for it")
+        return None
+    return found
 
 
 def _warn(distribution: Distribution, why: object) -> None:

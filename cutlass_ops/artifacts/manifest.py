@@ -19,7 +19,7 @@ from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError
 from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
+from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import MOST_EXTENT
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
@@ -251,16 +251,12 @@ class Manifest:
         BundleError
             If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
         """
+        # One spelling for each content: nothing stands in it twice, in another order, or unread. What is read has one
+        # value for each content (_require_own), so its text is compared, and need not be made from what was read.
         try:
-            manifest = checked_json.read(text, "the manifest", MAX_BYTES, cls._of)
+            return checked_json.written(text, "the manifest", MAX_BYTES, _sealed_again, cls._of)
         except ConfigError as exc:
             raise BundleError(f"the manifest is wrong: {checked_json.said(exc)}") from None
-        # One spelling for each content: nothing stands in it twice, in another order, or unread.
-        if manifest.to_bytes() != text:
-            raise BundleError(
-                "the manifest is wrong: its text is not the canonical one of what it says, or was changed"
-            )
-        return manifest
 
     @classmethod
     def _of(cls, data: object) -> Manifest:
@@ -306,6 +302,10 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
     return whole()
 
 
+def _sealed_again(data: Mapping[str, Any]) -> bytes:
+    return sealed({name: value for name, value in data.items() if name != "sha256"})
+
+
 def table_name(table: File) -> str:
     """Return a tuning table's name in the bundle."""
     return f"tables/{table.sha256}.json"
@@ -319,6 +319,9 @@ def _group(data: object) -> Group:
     signature = signature_from_json(fields["signature"])
     if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
         raise ConfigError("an operand is aligned to at least one element")
+    # As text, which tells 1 from 1.0.
+    own, given = (checked_json.canonical(x) for x in (signature_to_json(signature), fields["signature"]))
+    _require_own(own, given, "a signature")
     mma = mma_of(signature.a.dtype, signature.b.dtype)
     if signature.a.promoted != signature.b.promoted or signature.d.promoted:
         raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")
@@ -343,7 +346,9 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     if target not in arch.TARGETS:
         raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
     config = config_from_json(fields["config"])
-    _require_sizes(config)
+    own = config_to_json(config)
+    _require_own(own, fields["config"], "a configuration")
+    _require_sizes(own)
     opcodes = checked_json.mapping(fields["sass"], "sass", None)
     if not set(opcodes) <= set(arch.OPCODES.values()):
         raise ConfigError("sass names an unknown instruction")
@@ -359,9 +364,15 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     )
 
 
-def _require_sizes(config: Config) -> None:
+def _require_own(own: object, given: object, what: str) -> None:
+    """Refuse values that say the same as another spelling, such as defaults."""
+    if own != given:
+        raise ConfigError(f"{what} is not written as this library writes it")
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
     """Refuse numbers that no kernel has, and C++ could not hold. Which of the others make sense, legality says."""
-    for name, value in config_to_json(config).items():
+    for name, value in config.items():
         extents, least = (tuple(value.values()), 1) if isinstance(value, dict) else ((value,), -_MAX_NUMBER)
         if any(type(n) is int and not least <= n <= _MAX_NUMBER for n in extents):
             raise ConfigError(f"{name} of a configuration is a number that no kernel has")
@@ -382,44 +393,57 @@ def _choice(data: object, orders: _Orders) -> Choice:
         checked_json.integer(pair[0], "capability", 1, 99),
         checked_json.integer(pair[1], "capability", 0, 99),
     )
-    rows = tuple(_row(r, orders, capability) for r in checked_json.sequence(fields["rows"], "rows", _MAX_ROWS))
+    of_rows = orders.of(capability)
+    rows = tuple(map(of_rows.row, checked_json.sequence(fields["rows"], "rows", _MAX_ROWS)))
     if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
         raise ConfigError("rows of a choice are in increasing order, and there is at least one")
     n, k = (checked_json.integer(fields[name], name, 1, MOST_EXTENT) for name in ("n", "k"))
     return Choice(capability, n, k, rows)
 
 
-def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[int, Ordered]:
-    row = checked_json.sequence(data, "a row of a choice", 3)
-    if len(row) != 3:
-        raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
-    most = checked_json.integer(row[0], "rows", 1, MOST_EXTENT)
-    return most, orders.chosen(row[1], row[2], capability)
-
-
 class _Orders:
-    """Kernels in orders of their tiles: each is read once, however many rows name it."""
+    """Kernels in orders of their tiles, as rows of choices name them."""
 
     def __init__(self, kernels: Sequence[KernelRecord]) -> None:
         self._kernels = kernels
-        self._known: dict[tuple[str, str, tuple[int, int]], Ordered] = {}
+        self._known: dict[tuple[int, int], _OrdersOf] = {}
 
-    def chosen(self, place: object, given: object, capability: tuple[int, int]) -> Ordered:
-        """Return what a row names, for a compute capability."""
+    def of(self, capability: tuple[int, int]) -> _OrdersOf:
+        """Return those for a compute capability."""
+        return self._known.setdefault(capability, _OrdersOf(self._kernels, capability))
+
+
+class _OrdersOf:
+    """Those for a compute capability. Each is read once, however many rows name it: there are thousands of rows."""
+
+    def __init__(self, kernels: Sequence[KernelRecord], capability: tuple[int, int]) -> None:
+        self._kernels, self._capability = kernels, capability
+        self._known: dict[str, Ordered] = {}
+
+    def row(self, data: object) -> tuple[int, Ordered]:
+        """Return up to how many rows of A what serves."""
+        if not isinstance(data, list) or len(data) != 3:
+            raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
+        most, *named = data
+        if type(most) is not int or not 1 <= most <= MOST_EXTENT:
+            checked_json.integer(most, "rows", 1, MOST_EXTENT)
         # Unlike equality, its text tells True from 1; and it takes a tenth of the time of JSON.
-        key = repr(place), repr(given), capability
+        key = repr(named)
         if key not in self._known:
-            self._known[key] = self._read(place, given, capability)
-        return self._known[key]
+            self._known[key] = self._read(*named)
+        return most, self._known[key]
 
-    def _read(self, place: object, given: object, capability: tuple[int, int]) -> Ordered:
+    def _read(self, place: object, given: object) -> Ordered:
         record = self._kernels[checked_json.integer(place, "rows", 0, len(self._kernels) - 1)]
         order = TileOrder.from_json(checked_json.mapping(given, "an order of tiles", None))
+        _require_own(order.to_json(), given, "an order of tiles")
         refusal = record.spec.config.refuses(order)
         if refusal:
             raise ConfigError(f"a choice has an order of tiles that {record.spec.config.slug} does not take: {refusal}")
-        if not record.runs_on(capability):
-            raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
+        if not record.runs_on(self._capability):
+            raise ConfigError(
+                f"a choice for compute capability {self._capability} names a kernel for {record.spec.target}"
+            )
         return Ordered(record.spec.config, order)
 
 

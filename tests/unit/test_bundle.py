@@ -80,6 +80,11 @@ def _deep(data):
     return data["signatures"][0]["kernels"][0]
 
 
+def _chosen(*rows):
+    choice = {"capability": [8, 0], "n": 64, "k": 64, "rows": list(rows)}
+    return lambda data: data["signatures"][0].update(choices=[choice])
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -122,6 +127,14 @@ def _deep(data):
         (lambda d: d["toolchain"].update(nvcc=13), "nvcc must be a printable"),
         (lambda d: d["tables"].append({"sha256": "0" * 64, "size": 1}), "missing: tables/000"),
         (lambda d: d["flags"]["sm_80"].update(link=["-x\0"]), "a flag must be"),
+        # Other spellings of what this library writes.
+        (lambda d: _deep(d)["config"].update(stream_k=False), "a configuration is not written as"),
+        (lambda d: d["signatures"][0]["signature"].update(d="bf16.row.align8"), "a signature is not written as"),
+        (_chosen([16, 0, {"swizzle": 1}]), "an order of tiles is not written as"),
+        (_chosen([16, 0, {}], [True, 0, {}]), "rows must be an integer .* not True"),
+        (_chosen([16, 0, {}], [32, False, {}]), "rows must be an integer .* not False"),
+        (_chosen([16, 0, {}], [16, 0, {}]), "in increasing order"),
+        (_chosen([16, 0]), "a row of a choice has"),
     ],
 )
 def test_a_wrong_manifest_is_refused_with_a_reason(tmp_path, contents, change, why):

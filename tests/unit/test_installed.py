@@ -35,6 +35,7 @@ from cutlass_ops.ship.packing import write_distribution
 from cutlass_ops.tools import commands, doctor
 from cutlass_ops.tools.explaining import explain_call
 
+really = installed.importlib.metadata.distributions
 found_by_entry_points = installed.distributions
 A = OpSignature.of(sm80_spec(3))
 F16 = OpSignature.of(sm80_spec(3, "f16"))
@@ -113,18 +114,39 @@ def test_a_bundle_of_all_signatures_is_looked_into_for_each(tmp_path):
 
 def test_an_import_does_not_look_for_distributions(tmp_path):
     script = f"""{WITHOUT_PYTORCH}
-import importlib.metadata
-importlib.metadata.entry_points = None
+import sys
 import cutlass_ops
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.choose import dispatch
-try:
-    Bundles.current().distributions()
-except TypeError:
-    print("looked for now")
+print("cutlass_ops.artifacts.installed" in sys.modules)
+Bundles.current().distributions()
+print("cutlass_ops.artifacts.installed" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout == "looked for now\n"
+    assert done.stdout == "False\nTrue\n"
+
+
+def test_entry_points_of_other_packages_are_not_read(tmp_path, monkeypatch):
+    looks = []
+    monkeypatch.setattr(installed.importlib.metadata, "entry_points", lambda **_: looks.append("all") or ())
+    monkeypatch.setattr(
+        installed.importlib.metadata, "distributions", lambda **k: looks.append(k["name"]) or really(**k)
+    )
+    assert installed.distributions() == []
+    assert looks == []
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    (found,) = installed.distributions()
+    assert (str(found), looks) == ("ready-kernels 1.2", ["ready_kernels"])
+
+
+def test_of_a_distribution_that_is_installed_twice_the_first_on_the_path_counts(tmp_path, monkeypatch):
+    second, first = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)])).parents[1], tmp_path / "first" / "site"
+    first.parent.mkdir()
+    install(first.parent, bundles_of(tmp_path, [sm80_spec(4)]), version="1.3")
+    monkeypatch.syspath_prepend(first)
+    (found,) = installed.distributions()
+    assert (found.version, found.packages) == ("1.3", first)
+    assert second.exists()
 
 
 def test_they_are_looked_for_once(tmp_path, monkeypatch):
