@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import importlib
 import io
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from cutlass_ops.base import env, executors, resources, units
+from cutlass_ops.base import resources, units
 from cutlass_ops.base.errors import (
     BundleError,
     CompileError,
@@ -35,7 +33,28 @@ from cutlass_ops.base.errors import (
     ToolchainError,
 )
 from cutlass_ops.declare import gpus, spelling
-from cutlass_ops.declare.problem import MOST_EXTENT
+from cutlass_ops.tools.options import (
+    BatchesOf,
+    CatalogueName,
+    FromBundle,
+    GroupsOf,
+    Jobs,
+    Json,
+    MajorOf,
+    MinimumVersion,
+    OpName,
+    Problems,
+    PublicKeyFiles,
+    Where,
+    dtypes_of,
+    later,
+    readable,
+    require_dtype,
+    require_time,
+    require_version,
+    require_wheel,
+    spreads_of,
+)
 
 app = typer.Typer(
     name="cutlass-ops",
@@ -113,67 +132,6 @@ def _end_interrupted() -> NoReturn:
     sys.exit(_INTERRUPTED)
 
 
-# ---- Reading arguments ---------------------------------------------------------------------------------------------
-
-
-def _readable(read: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a check that reports a value that `read` refuses as wrong usage."""
-
-    def check(value: Any) -> Any:
-        try:
-            if value is not None:
-                read(value)
-        except ValueError as exc:
-            raise typer.BadParameter(str(exc)) from None
-        return value
-
-    return check
-
-
-def _dtypes(texts: list[str]) -> list[str]:
-    return list(dict.fromkeys(spelling.dtype_of(each) for text in texts for each in text.split(",")))
-
-
-def _spreads(texts: list[str]) -> tuple[str, ...]:
-    from cutlass_ops.kinds import spreads
-
-    return spreads.in_order([each for text in texts for each in text.split(",")])
-
-
-def _later(module: str, name: str) -> Callable[[Any], Any]:
-    """Return a check of a value, or of each of several, by a function of a module that is imported with it."""
-
-    def read(value: Any) -> None:
-        require = getattr(importlib.import_module(f"cutlass_ops.{module}"), name)
-        for each in value if isinstance(value, list) else [value]:
-            require(each)
-
-    return _readable(read)
-
-
-def _require_dtype(op: str, dtypes: list[str]) -> None:
-    """Require dtypes that an op takes."""
-    for dtype in dtypes:
-        _readable(lambda each: spelling.epilogue_of(op, each))(dtype)
-
-
-def _require_time(seconds: float) -> None:
-    if not seconds > 0:
-        raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
-
-
-def _require_wheel(name: str) -> None:
-    from cutlass_ops.ship import packing
-
-    packing.require_wheel(name, None)
-
-
-def _require_version(version: str) -> None:
-    from cutlass_ops.ship import packing
-
-    packing.require_wheel("name", version)
-
-
 def _say_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"cutlass_ops {resources.library_version()}")
@@ -192,79 +150,6 @@ def _common(
 def _end(code: int) -> None:
     if code:
         raise typer.Exit(code)
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of lines.")]
-CatalogueName = Annotated[
-    str | None,
-    typer.Argument(metavar="[CATALOGUE]", help="A TOML or Python file, or MODULE:NAME. Default: the library's own."),
-]
-Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Kernels to compile at the same time. Default: the number of CPUs.")
-]
-Where = Annotated[
-    str | None,
-    typer.Option(
-        "--executor",
-        metavar="EXECUTOR",
-        callback=_readable(executors.require_named),
-        help=f"Where to compile: {executors.FORMS}. Default: this process.",
-    ),
-]
-PublicKeyFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--key",
-        help=f"PEM file of an Ed25519 public key. If repeated, one must have signed. Default: {env.BUNDLE_KEY.name}.",
-    ),
-]
-MinimumVersion = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help=f"Refuse a bundle with a lower version or without one. Default: {env.BUNDLE_VERSION.name}."
-    ),
-]
-FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Use this bundle instead of the store.")]
-OpName = Annotated[
-    str,
-    typer.Argument(
-        metavar="OP",
-        callback=_readable(spelling.op_of),
-        help=f"{', '.join(spelling.OPS)}, or MODULE:NAME of your own epilogue.",
-    ),
-]
-Problems = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MxNxK...",
-        callback=_readable(spelling.problems_of),
-        help="Problems such as 512x4096x4096. Extents may be lists, such as 1,16,64x4096x4096.",
-    ),
-]
-BatchesOf = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MOST_EXTENT,
-        help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B.",
-    ),
-]
-GroupsOf = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MOST_EXTENT,
-        help="Number of experts of grouped_gemm: M is the mean of an expert's rows. Default: no groups.",
-    ),
-]
-MajorOf = Annotated[
-    str,
-    typer.Option(
-        metavar="MAJOR",
-        callback=_readable(spelling.major_of),
-        help="row or col. A weight (N, K) passed as weight.t() is col.",
-    ),
-]
 
 
 # ---- Commands ------------------------------------------------------------------------------------------------------
@@ -321,12 +206,12 @@ def bundle(
         str | None,
         typer.Option(
             metavar="NAME",
-            callback=_readable(_require_wheel),
+            callback=readable(require_wheel),
             help="Also write a wheel of this name, beside the bundle.",
         ),
     ] = None,
     wheel_version: Annotated[
-        str | None, typer.Option(callback=_readable(_require_version), help="Version of the wheel.")
+        str | None, typer.Option(callback=readable(require_version), help="Version of the wheel.")
     ] = None,
     jobs: Jobs = None,
     executor: Where = None,
@@ -355,18 +240,18 @@ def distribution(
         str,
         typer.Argument(
             metavar="ARCH",
-            callback=_later("ship.distributing", "require_arch"),
+            callback=later("ship.distributing", "require_arch"),
             help="sm_80, sm_86, sm_89 or sm_90a.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the wheel.")] = Path("dist"),
     op: Annotated[
         list[str] | None,
-        typer.Option(callback=_later("ship.distributing", "require_op"), help="Only this named op. May be repeated."),
+        typer.Option(callback=later("ship.distributing", "require_op"), help="Only this named op. May be repeated."),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(callback=_readable(_dtypes), help="Only this dtype of A and B. May be repeated."),
+        typer.Option(callback=readable(dtypes_of), help="Only this dtype of A and B. May be repeated."),
     ] = None,
     behind: Annotated[
         float, typer.Option(min=0, max=100, help="Percent that a tuned problem may take longer than with its table.")
@@ -380,7 +265,7 @@ def distribution(
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be built, and compile nothing.")] = False,
     sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
     version: Annotated[
-        str | None, typer.Option(callback=_readable(_require_version), help="Version. Default: this library's.")
+        str | None, typer.Option(callback=readable(require_version), help="Version. Default: this library's.")
     ] = None,
     jobs: Jobs = None,
     executor: Where = None,
@@ -395,8 +280,8 @@ def distribution(
     from cutlass_ops.tools import commands
 
     code = commands.distribution(
-        arch, out, ops=op, dtypes=None if dtype is None else _dtypes(dtype), behind=behind / 100, most=most, only=only,
-        plan=plan, sign=sign, version=version, jobs=jobs, executor=executor, as_json=as_json,
+        arch, out, ops=op, dtypes=None if dtype is None else dtypes_of(dtype), behind=behind / 100, most=most,
+        only=only, plan=plan, sign=sign, version=version, jobs=jobs, executor=executor, as_json=as_json,
     )  # fmt: skip
     _end(code)
 
@@ -424,7 +309,7 @@ def tune(
     dtypes: Annotated[
         list[str],
         typer.Option(
-            "--dtype", metavar="DTYPE", callback=_readable(_dtypes), help=f"{spelling.DTYPES}. May be repeated."
+            "--dtype", metavar="DTYPE", callback=readable(dtypes_of), help=f"{spelling.DTYPES}. May be repeated."
         ),
     ] = ["bf16"],  # noqa: B006
     a: MajorOf = "row",
@@ -435,7 +320,7 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            callback=_readable(_spreads),
+            callback=readable(spreads_of),
             help="How rows are spread over the groups: equal, random, Zipf or one. May be repeated. Default: all.",
         ),
     ] = None,
@@ -451,7 +336,7 @@ def tune(
     seconds: Annotated[
         float | None,
         typer.Option(
-            callback=_readable(_require_time),
+            callback=readable(require_time),
             help="Start no problem after this many seconds. Default: no limit.",
         ),
     ] = None,
@@ -484,13 +369,13 @@ def tune(
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
     if groups is not None and allow_fallback:
         raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
-    _require_dtype(spelling.op_of(op), _dtypes(dtypes))
+    require_dtype(spelling.op_of(op), dtypes_of(dtypes))
     effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
     from cutlass_ops.tools import commands
 
     code = commands.tune(
-        spelling.op_of(op), spelling.problems_of(problems), _dtypes(dtypes), spelling.major_of(a), spelling.major_of(b),
-        batches=batches, groups=groups, spreads=_spreads(spread or []), wgrad=wgrad,
+        spelling.op_of(op), spelling.problems_of(problems), dtypes_of(dtypes),
+        spelling.major_of(a), spelling.major_of(b), batches=batches, groups=groups, spreads=spreads_of(spread or []), wgrad=wgrad,
         effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
         folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
         as_json=as_json,
@@ -505,7 +390,7 @@ def explain(
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="DTYPE", callback=_readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
+            metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
         ),
     ] = "bf16",
     a: MajorOf = "row",
@@ -516,7 +401,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="GPU",
-            callback=_readable(gpus.gpu_named),
+            callback=readable(gpus.gpu_named),
             help="The GPU to explain for, such as H200 or sm_80. Default: this machine's GPU, else an H100.",
         ),
     ] = None,
@@ -528,7 +413,7 @@ def explain(
     """
     if groups is not None and batches is not None:
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
-    _require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
+    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.explain(
@@ -546,7 +431,7 @@ def contract(
         str,
         typer.Option(
             metavar="OPERAND",
-            callback=_later("tools.contract.given", "require_text"),
+            callback=later("tools.contract.given", "require_text"),
             help="A (M, K): type and major, such as f16.row or bf16.row.align4.",
         ),
     ] = "bf16.row",
@@ -554,28 +439,28 @@ def contract(
         str,
         typer.Option(
             metavar="OPERAND",
-            callback=_later("tools.contract.given", "require_text"),
+            callback=later("tools.contract.given", "require_text"),
             help="B (K, N). A weight (N, K) passed as weight.t() is col.",
         ),
     ] = "bf16.col",
     arch: Annotated[
         str | None,
         typer.Option(
-            callback=_later("tools.contract.predicting", "where"),
+            callback=later("tools.contract.predicting", "where"),
             help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90.",
         ),
     ] = None,
     program: Annotated[
         str | None,
         typer.Option(
-            callback=_later("tools.contract.predicting", "require_program"),
+            callback=later("tools.contract.predicting", "require_program"),
             help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library.",
         ),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            callback=_later("tools.contract.predicting", "require_precision"),
+            callback=later("tools.contract.predicting", "require_precision"),
             help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.",
         ),
     ] = None,
@@ -583,7 +468,7 @@ def contract(
         str | None,
         typer.Option(
             metavar="MxNxK",
-            callback=_readable(spelling.problems_of),
+            callback=readable(spelling.problems_of),
             help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
         ),
     ] = None,
@@ -625,7 +510,7 @@ def profile(
         list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
+        str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
     ] = "bf16",
     kernels: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only kernels whose name has this. Fewer take less time.")
@@ -644,7 +529,7 @@ def profile(
     no_ncu: Annotated[bool, typer.Option("--no-ncu", help="Take times by torch.profiler only.")] = False,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Take no times by torch.profiler.")] = False,
     timeout: Annotated[
-        float, typer.Option(callback=_readable(_require_time), help="Seconds until a run is ended.")
+        float, typer.Option(callback=readable(require_time), help="Seconds until a run is ended.")
     ] = 1800.0,
     as_json: Json = False,
 ) -> None:
@@ -657,9 +542,9 @@ def profile(
     if (target is None) == (counters is None):
         raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
     if target is not None and not spelling.is_script(target):
-        name = _readable(spelling.op_of)(target)
-        _readable(spelling.problem_of)(arguments or [])
-        _require_dtype(spelling.op_of(name), [spelling.dtype_of(dtype)])
+        name = readable(spelling.op_of)(target)
+        readable(spelling.problem_of)(arguments or [])
+        require_dtype(spelling.op_of(name), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.profile(
@@ -677,7 +562,7 @@ def bench(
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="DTYPE", callback=_readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
+            metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
         ),
     ] = "bf16",
     a: MajorOf = "row",
@@ -686,7 +571,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            callback=_later("tools.bench.benching", "require_way"),
+            callback=later("tools.bench.benching", "require_way"),
             help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all.",
         ),
     ] = None,
@@ -699,7 +584,7 @@ def bench(
 
     All are interleaved, in CUDA graphs and as single launches between other kernels.
     """
-    _require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
+    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 
     code = commands.bench(
@@ -761,7 +646,7 @@ def clean(
         str | None,
         typer.Option(
             metavar="TIME",
-            callback=_readable(lambda text: units.duration(text, "--older-than")),
+            callback=readable(lambda text: units.duration(text, "--older-than")),
             help="Remove only kernels unused for this long, such as 30d or 12h.",
         ),
     ] = None,
@@ -769,7 +654,7 @@ def clean(
         str | None,
         typer.Option(
             metavar="SIZE",
-            callback=_readable(lambda text: units.size(text, "--keep-size")),
+            callback=readable(lambda text: units.size(text, "--keep-size")),
             help="Remove the least recently used kernels beyond this size, such as 1GB.",
         ),
     ] = None,

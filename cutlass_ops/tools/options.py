@@ -1,0 +1,166 @@
+"""The command line's arguments: how they are read and checked, and those that several commands have."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cutlass_ops.base import env, executors
+from cutlass_ops.declare import spelling
+from cutlass_ops.declare.problem import MOST_EXTENT
+
+# ---- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def readable(read: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return a check that reports a value that `read` refuses as wrong usage."""
+
+    def check(value: Any) -> Any:
+        try:
+            if value is not None:
+                read(value)
+        except ValueError as exc:
+            raise typer.BadParameter(str(exc)) from None
+        return value
+
+    return check
+
+
+def dtypes_of(texts: list[str]) -> list[str]:
+    """Read dtypes, separated by commas as well; each once.
+
+    Raises
+    ------
+    ValueError
+        If one is no operand's.
+    """
+    return list(dict.fromkeys(spelling.dtype_of(each) for text in texts for each in text.split(",")))
+
+
+def spreads_of(texts: list[str]) -> tuple[str, ...]:
+    """Read how rows are spread over groups, separated by commas as well.
+
+    Raises
+    ------
+    ValueError
+        If one has no such name.
+    """
+    from cutlass_ops.kinds import spreads
+
+    return spreads.in_order([each for text in texts for each in text.split(",")])
+
+
+def later(module: str, name: str) -> Callable[[Any], Any]:
+    """Return a check of a value, or of each of several, by a function of a module that is imported with it."""
+
+    def read(value: Any) -> None:
+        require = getattr(importlib.import_module(f"cutlass_ops.{module}"), name)
+        for each in value if isinstance(value, list) else [value]:
+            require(each)
+
+    return readable(read)
+
+
+def require_dtype(op: str, dtypes: list[str]) -> None:
+    """Require dtypes that an op takes."""
+    for dtype in dtypes:
+        readable(lambda each: spelling.epilogue_of(op, each))(dtype)
+
+
+def require_time(seconds: float) -> None:
+    """Require a positive time; raise ValueError otherwise."""
+    if not seconds > 0:
+        raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
+
+
+def require_wheel(name: str) -> None:
+    """Require a name that a package may have; raise ValueError otherwise."""
+    from cutlass_ops.ship import packing
+
+    packing.require_wheel(name, None)
+
+
+def require_version(version: str) -> None:
+    """Require a version that a package may have; raise ValueError otherwise."""
+    from cutlass_ops.ship import packing
+
+    packing.require_wheel("name", version)
+
+
+# ---- Arguments of several commands -----------------------------------------------------------------------------------
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of lines.")]
+CatalogueName = Annotated[
+    str | None,
+    typer.Argument(metavar="[CATALOGUE]", help="A TOML or Python file, or MODULE:NAME. Default: the library's own."),
+]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Kernels to compile at the same time. Default: the number of CPUs.")
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="EXECUTOR",
+        callback=readable(executors.require_named),
+        help=f"Where to compile: {executors.FORMS}. Default: this process.",
+    ),
+]
+PublicKeyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--key",
+        help=f"PEM file of an Ed25519 public key. If repeated, one must have signed. Default: {env.BUNDLE_KEY.name}.",
+    ),
+]
+MinimumVersion = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Refuse a bundle with a lower version or without one. Default: {env.BUNDLE_VERSION.name}."
+    ),
+]
+FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Use this bundle instead of the store.")]
+OpName = Annotated[
+    str,
+    typer.Argument(
+        metavar="OP",
+        callback=readable(spelling.op_of),
+        help=f"{', '.join(spelling.OPS)}, or MODULE:NAME of your own epilogue.",
+    ),
+]
+Problems = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MxNxK...",
+        callback=readable(spelling.problems_of),
+        help="Problems such as 512x4096x4096. Extents may be lists, such as 1,16,64x4096x4096.",
+    ),
+]
+BatchesOf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_EXTENT,
+        help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B.",
+    ),
+]
+GroupsOf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_EXTENT,
+        help="Number of experts of grouped_gemm: M is the mean of an expert's rows. Default: no groups.",
+    ),
+]
+MajorOf = Annotated[
+    str,
+    typer.Option(
+        metavar="MAJOR",
+        callback=readable(spelling.major_of),
+        help="row or col. A weight (N, K) passed as weight.t() is col.",
+    ),
+]
