@@ -375,7 +375,8 @@ def tune(
 
     code = commands.tune(
         spelling.op_of(op), spelling.problems_of(problems), dtypes_of(dtypes),
-        spelling.major_of(a), spelling.major_of(b), batches=batches, groups=groups, spreads=spreads_of(spread or []), wgrad=wgrad,
+        spelling.major_of(a), spelling.major_of(b),
+        batches=batches, groups=groups, spreads=spreads_of(spread or []), wgrad=wgrad,
         effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
         folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
         as_json=as_json,
