@@ -15,7 +15,7 @@ M, N, K = 256, 512, 384
 @co.epilogue
 def swish_residual(acc, bias: co.Row, residual: co.Tile, scale: co.Scalar):  # noqa: ANN001, ANN201
     """D = silu(A @ B + bias) * scale + residual, and the sum of squares of D's rows, for a following RMSNorm."""
-    d = co.silu(acc + bias) * scale + residual
+    d = co.e.silu(acc + bias) * scale + residual
     return {"d": d, "row_sum_square": co.sum_square(d, dim=1)}
 
 

@@ -78,7 +78,7 @@ def random_block(model: Model, sizes: dict[str, Any], device: str) -> torch.nn.M
 @co.epilogue
 def swiglu(acc, up: co.Product):  # noqa: ANN001, ANN201
     """Return one product of a row with its expert's weights, gated by the other."""
-    return co.silu(acc) * up
+    return co.e.silu(acc) * up
 
 
 @co.epilogue

@@ -25,7 +25,7 @@ CONFIGS = {
 @co.epilogue
 def gelu_residual(acc, bias: co.Row, residual: co.Tile):  # noqa: ANN001, ANN201
     """D = gelu(A @ B + bias) + residual."""
-    return co.gelu(acc + bias) + residual
+    return co.e.gelu(acc + bias) + residual
 
 
 def main() -> None:

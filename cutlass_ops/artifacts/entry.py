@@ -214,8 +214,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and all(isinstance(f["sha256"], str) for f in files.values())
             and isinstance(data.get("fetched_from", ""), str)
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise LoadError(f"{path} is not a manifest: {exc!r}") from None
+    except KeyError as exc:
+        raise LoadError(f"{path} is not the manifest of a kernel: it has no field {exc}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        raise LoadError(f"{path} is not the manifest of a kernel: {exc!r}") from None
     if not good:
         raise LoadError(f"{path} is the manifest of another kernel or of another format")
     return dict(data)

@@ -83,6 +83,8 @@ READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
 STORED: tuple[DType, ...] = (f16, bf16, f32, *FP8)
 ROUNDED: tuple[DType, ...] = (f16, bf16, *FP8)
+# Operands of calls with groups of rows.
+GROUPED: tuple[DType, ...] = (f16, bf16, *FP8)
 # What D may be and no (M, N) input of an epilogue.
 UNREAD: tuple[DType, ...] = (*FP8, i8, i32)
 # Our names, PyTorch's, and other common names.

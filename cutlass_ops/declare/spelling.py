@@ -166,6 +166,20 @@ def epilogue_of(name: str, dtype: str) -> Epilogue | None:
     return found
 
 
+def require_groups(name: str, dtype: str) -> None:
+    """Require an op and a dtype of A and B that groups of rows can have.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such call with groups.
+    """
+    if name in NORMS:
+        raise ConfigError(f"{name} has no groups: leave out --groups, or name gemm or an epilogue without a norm")
+    if dtypes.dtype(dtype, dtypes.DECLARED) not in dtypes.GROUPED:
+        raise ConfigError(f"groups do not take {dtype}: use {', '.join(map(str, dtypes.GROUPED))}")
+
+
 def op_of(text: str) -> str:
     """Return the name of an op, or the import path ``MODULE:NAME`` of an epilogue.
 

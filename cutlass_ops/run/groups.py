@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cutlass_ops.base import arch, mma
+from cutlass_ops.base import arch, dtypes, mma
 from cutlass_ops.base.dtypes import FP8, bf16, f16
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
@@ -26,7 +26,6 @@ from cutlass_ops.run.operands import Arguments, multiplied, require_scalings, re
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
-_OF_ROWS = (*_DTYPES, *FP8)
 # What users call for each form.
 FUNCTIONS = {
     GROUPED.name: "grouped_gemm",
@@ -142,7 +141,7 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None
         require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != of_form):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    found = mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS))
+    found = mma.mma_of(element_type("x", x, dtypes.GROUPED), element_type("w", w, dtypes.GROUPED))
     if found is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     multiplied("x", x, math)

@@ -36,6 +36,7 @@ from cutlass_ops.declare import gpus, spelling
 from cutlass_ops.tools.options import (
     BatchesOf,
     CatalogueName,
+    Command,
     FromBundle,
     GroupsOf,
     Jobs,
@@ -155,7 +156,7 @@ def _end(code: int) -> None:
 # ---- Commands ------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(as_json: Json = False) -> None:
     """Show which compiler, CUTLASS, GPU and store are used, and why.
 
@@ -166,7 +167,7 @@ def doctor(as_json: Json = False) -> None:
     _end(commands.doctor(as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     catalogue: CatalogueName = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: generated/ of this installation.")] = None,
@@ -181,7 +182,7 @@ def generate(
     _end(commands.generate(catalogue, out, check, as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def build(
     names: Annotated[
         list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Kernel declarations or catalogues.")
@@ -196,7 +197,7 @@ def build(
     _end(commands.build(names, jobs, executor, as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def bundle(
     catalogue: CatalogueName = None,
     out: Annotated[Path, typer.Option(help="The bundle to write.")] = Path("kernels.bundle"),
@@ -234,7 +235,7 @@ def bundle(
     _end(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def distribution(
     arch: Annotated[
         str,
@@ -286,7 +287,7 @@ def distribution(
     _end(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
     key: PublicKeyFiles = None,
@@ -302,7 +303,7 @@ def verify(
     _end(commands.verify(path, key, minimum_version, _EXIT_CODES[BundleError], as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def tune(
     op: OpName,
     problems: Problems,
@@ -369,7 +370,7 @@ def tune(
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
     if groups is not None and allow_fallback:
         raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
-    require_dtype(spelling.op_of(op), dtypes_of(dtypes))
+    require_dtype(spelling.op_of(op), dtypes_of(dtypes), groups)
     effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
     from cutlass_ops.tools import commands
 
@@ -384,7 +385,7 @@ def tune(
     _end(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def explain(
     op: OpName,
     problems: Problems,
@@ -414,7 +415,7 @@ def explain(
     """
     if groups is not None and batches is not None:
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
-    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
+    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)], groups)
     from cutlass_ops.tools import commands
 
     code = commands.explain(
@@ -425,7 +426,7 @@ def explain(
     _end(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def contract(
     problems: Problems,
     a: Annotated[
@@ -473,8 +474,8 @@ def contract(
             help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
         ),
     ] = None,
-    num_warps: Annotated[int, typer.Option(min=1, help="num_warps of a Triton kernel.")] = 4,
-    num_stages: Annotated[int, typer.Option(min=1, help="num_stages of a Triton kernel.")] = 3,
+    num_warps: Annotated[int, typer.Option(min=1, max=32, help="num_warps of a Triton kernel.")] = 4,
+    num_stages: Annotated[int, typer.Option(min=1, max=64, help="num_stages of a Triton kernel.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
@@ -556,7 +557,7 @@ def profile(
     _end(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     op: OpName,
     problems: Problems,
@@ -595,7 +596,7 @@ def bench(
     _end(code)
 
 
-@app.command(name="list")
+@app.command(name="list", cls=Command)
 def list_kernels(
     in_bundle: FromBundle = None,
     key: PublicKeyFiles = None,
@@ -612,7 +613,7 @@ def list_kernels(
     _end(commands.list_kernels(in_bundle, key, minimum_version, installed, as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
     kernels: Annotated[
         list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or the beginning of its key or slug.")
@@ -641,7 +642,7 @@ def _require_bundle(in_bundle: Path | None, key: list[Path] | None, minimum_vers
         raise typer.BadParameter("--minimum-version needs --bundle: kernels in the store have no version")
 
 
-@app.command()
+@app.command(cls=Command)
 def clean(
     older_than: Annotated[
         str | None,
@@ -669,7 +670,7 @@ def clean(
     _end(commands.clean(unused_for, keep, as_json))
 
 
-@app.command()
+@app.command(cls=Command)
 def cmakedir(as_json: Json = False) -> None:
     """Print the folder of the CMake package.
 

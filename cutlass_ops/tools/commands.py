@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import time
+import zipfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -198,6 +199,9 @@ def _distribution_lines(about: dict[str, Any]) -> list[str]:
 def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, version: str | None) -> None:
     """Check the outputs before compiling, so that a bad path does not fail after it."""
     (writable.require_new if folder else writable.require_file)(out)
+    # A key or a catalogue that was named by mistake stays.
+    if out.is_file() and not zipfile.is_zipfile(out):
+        raise ValueError(f"{out} exists and is not a bundle: remove it, or name another file")
     if wheel is not None:
         writable.require_file(packing.wheel_path(out.absolute().parent, wheel, version or "0" * 64))
     if sign is not None:

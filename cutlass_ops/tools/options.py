@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from cutlass_ops.base import env, executors
 from cutlass_ops.declare import spelling
@@ -65,10 +66,12 @@ def later(module: str, name: str) -> Callable[[Any], Any]:
     return readable(read)
 
 
-def require_dtype(op: str, dtypes: list[str]) -> None:
-    """Require dtypes that an op takes."""
+def require_dtype(op: str, dtypes: list[str], groups: int | None = None) -> None:
+    """Require dtypes that an op takes; with groups, if there are any."""
     for dtype in dtypes:
         readable(lambda each: spelling.epilogue_of(op, each))(dtype)
+        if groups is not None:
+            readable(lambda each: spelling.require_groups(op, each))(dtype)
 
 
 def require_time(seconds: float) -> None:
@@ -89,6 +92,16 @@ def require_version(version: str) -> None:
     from cutlass_ops.ship import packing
 
     packing.require_wheel("name", version)
+
+
+class Command(TyperCommand):
+    """A command whose arguments are not empty: an empty path would be the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments, none of which may be empty."""
+        if "" in args:
+            raise typer.BadParameter("an argument is empty, as that of a variable that is not set: give it a value")
+        return super().parse_args(ctx, args)
 
 
 # ---- Arguments of several commands -----------------------------------------------------------------------------------

@@ -6,4 +6,4 @@ import cutlass_ops as co
 @co.epilogue
 def scaled_swish(acc, bias: co.Row, scale: co.Scalar):  # noqa: ANN001, ANN201
     """D = silu(A @ B + bias) * scale."""
-    return co.silu(acc + bias) * scale
+    return co.e.silu(acc + bias) * scale

@@ -103,7 +103,10 @@ def from_text(text: str, major: str, m: int, n: int, k: int, *, first: bool) -> 
     given = Given("f32" if dtype in PRECISIONS else dtype, major, arch.TMA_ALIGNMENT_BYTES)
     rows = (m, k) if first else (k, n)
     lines = given.bytes * (rows[1] if major == "row" else rows[0])
-    declared = int(match["alignment"]) * given.bytes if match["alignment"] else arch.TMA_ALIGNMENT_BYTES
+    elements = int(match["alignment"] or arch.TMA_ALIGNMENT_BYTES // given.bytes)
+    if elements < 1 or elements & (elements - 1):
+        raise ValueError(f"operand {text!r} is aligned to {elements} elements: use a power of two, such as .align8")
+    declared = elements * given.bytes
     return replace(given, line_bytes=math.gcd(lines, declared, arch.TMA_ALIGNMENT_BYTES))
 
 

@@ -85,7 +85,7 @@ def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catal
             code, out, err = run(*command, *wrong)
             assert (code, why in out + err) == (5, True)
         code, _, err = run(*command, "--key", "")
-        assert (code, "not a regular file" in err) == (1, True)
+        assert (code, "an argument is empty" in err) == (2, True)
         assert run(*command, "--minimum-version", 0)[0] == 2
         for name, value, why in (("KEY", "", "has an empty path"), ("VERSION", "", "must be a positive integer")):
             with monkeypatch.context() as patch:
@@ -229,6 +229,7 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, ca
         (["--out", "/proc/a/b.bundle"], "may not create files in /proc"),
         (["--out", "n" * 250], "its name is too long"),
         (["--out", "pipe"], "is a device, a pipe or a socket"),
+        (["--out", "notes.txt"], "exists and is not a bundle"),
         (["--folder", "--out", "folder"], "already exists"),
         (["--folder", "--out", "file"], "already exists"),
         (["--folder", "--out", "/proc/a"], "may not create files in /proc"),
@@ -244,6 +245,7 @@ def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "notes.txt").write_text("not to be lost")
     (tmp_path / "name-1.0-py3-none-linux_x86_64.whl").mkdir()
     os.mkfifo(tmp_path / "pipe")
     code, out, err = run("bundle", catalogue, *options)

@@ -48,6 +48,15 @@ def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
         (["build"], "Missing argument"),
         (["doctor", "--wrong"], "No such option"),
         (["build", "x.json", "--jobs", "0"], "--jobs"),
+        (["explain", "gemm", "64x64x64", "--groups", "4", "--dtype", "f64"], "groups do not take f64"),
+        (["tune", "rmsnorm_gemm", "64x64x64", "--groups", "4"], "has no groups"),
+        (["contract", "64x64x64", "--a", "f16.row.align0"], "aligned to 0 elements: use a power of two"),
+        (["contract", "64x64x64", "--b", "f16.align12"], "aligned to 12 elements"),
+        (["contract", "64x64x64", "--block", "64x64x64", "--num-stages", "99999999"], "--num-stages"),
+        # Variables of a shell that are not set.
+        (["generate", "--out", ""], "an argument is empty"),
+        (["verify", ""], "an argument is empty"),
+        (["list", "--bundle", ""], "an argument is empty"),
     ],
 )
 def test_wrong_usage(run, args, says):
