@@ -185,6 +185,7 @@ def test_the_examples_of_the_issue():
         ({"a": "bf16.row.align4", "b": "bf16", "arch": "sm_90"}, 0.63),
         ({"a": "f32", "b": "f32", "arch": "sm_90"}, 128 / (2048 * 0.5)),  # CUDA cores, of TF32's peak
         ({"a": "f64", "b": "f64", "arch": "sm_89"}, 2 / 512),
+        ({"a": "f64", "b": "f64", "arch": "sm_90"}, 1.0),  # no other family multiplies FP64
         ({"a": "f32", "b": "f32", "arch": "sm_80", "precision": "tf32x3"}, 1 / 3),
         ({"a": "tf32x3", "b": "tf32x3", "arch": "sm_90"}, 0.63 / 3),
         ({"a": "tf32x3", "b": "tf32x3", "arch": "sm_90", **TRITON, "block_k": 32}, 1 / 3),

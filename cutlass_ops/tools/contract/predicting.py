@@ -192,5 +192,7 @@ def _lanes(asked: Asked, architecture: Architecture) -> int:
 
 def _reach(instruction: Instruction, peak: Instruction, architecture: Architecture, useful: float) -> float | None:
     """Return what an instruction can reach of the peak for the caller's types; None if nobody measured it."""
-    family = architecture.mma_sync_reach if instruction.family == MMA_SYNC else 1.0
+    # Where types have no faster family, the peak is that of mma.sync.
+    slower = instruction.family == MMA_SYNC and peak.family != MMA_SYNC
+    family = architecture.mma_sync_reach if slower else 1.0
     return None if family is None else useful * family * instruction.rate / peak.rate
