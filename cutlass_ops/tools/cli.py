@@ -545,7 +545,9 @@ def profile(
         raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
     if target is not None and not spelling.is_script(target):
         name = readable(spelling.op_of)(target)
-        readable(spelling.problem_of)(arguments or [])
+        if not arguments:
+            raise typer.BadParameter(f"give M, N and K of {name}, such as 512x4096x4096")
+        readable(spelling.problem_of)(arguments)
         require_dtype(spelling.op_of(name), [spelling.dtype_of(dtype)])
     from cutlass_ops.tools import commands
 

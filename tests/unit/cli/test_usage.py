@@ -56,6 +56,7 @@ def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
         # Variables of a shell that are not set.
         (["generate", "--out", ""], "an argument is empty"),
         (["verify", ""], "an argument is empty"),
+        (["profile", "gemm"], "give M, N and K of gemm, such as"),
         (["list", "--bundle", ""], "an argument is empty"),
     ],
 )
