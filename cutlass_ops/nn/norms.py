@@ -178,7 +178,10 @@ class RMSNormLinear(NormLinear):
         super().__init__(norm, Linear(in_features, out_features, bias, device, dtype, activation=activation))
 
     def _prepared(self) -> PreparedWeight:
-        return weights.prepare(self._weight(), self.norm.weight)
+        weight, gamma = self._weight(), self.norm.weight
+        # A norm without a weight.
+        gamma = weight.new_ones(weight.shape[0]) if gamma is None else gamma
+        return weights.prepare(weight, gamma)
 
     def _run(
         self, x: Tensor, norm: Any, linear: Any, folded: Any, epilogue: Epilogue | None, inputs: dict[str, Any]

@@ -218,9 +218,12 @@ class Step:
     ----------
     spent : collection of int
         The addresses of tiles that nothing reads after the one op that reads them: it may write its results there.
+    same : collection of str
+        The leaves whose gradients are gradients that came in, as they are.
     """
 
     spent: Collection[int] = ()
+    same: Collection[str] = ()
 
     def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
         self.called, self.a, self.b, self.values = called, a, b, values
@@ -275,6 +278,7 @@ class Step:
                 later = tiles is not expression and any(o.reduce is not None for o in expression.outputs)
                 listed = self.run(graph, self.a, self.b, *values.values(), dtype=self.wide if later else None)
                 results = self.summed(expression, dict(zip((o.name for o in graph.outputs), listed, strict=True)))
+        self.same = found.same
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
         leaves |= {leaf: results[output] for leaf, output in found.found.items()}
         # What is multiplied has A's dtype.
@@ -465,7 +469,11 @@ class Step:
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         """Return an input's gradient in the input's shape."""
-        return _alike(gradient, x)
+        found = _alike(gradient, x)
+        # A view counts its own references. Autograd would take it for a tensor that nobody else has, keep it, and add
+        # the next gradient to it in place: to the caller's as well.
+        is_view = found.dtype == gradient.dtype and found.numel() == gradient.numel() and found.shape != gradient.shape
+        return found.clone() if is_view and name in self.same else found
 
     def of_weight(self, gradient: Tensor | None, weight: Tensor, into: Tensor | None = None) -> Tensor | None:
         """Return the gradient of B or of a product's matrix, in its layout; None if it is added to `into`."""
@@ -556,7 +564,7 @@ class _BatchedStep(Step):
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         kind = self.kinds[name]
         if kind not in (Kind.ROW, Kind.COL, Kind.TILE) or x.numel() in (1, gradient.numel()):
-            return _alike(gradient, x)
+            return super().alike(name, gradient, x)
         shape = batches.without_ones(kind, x, self.lead, self.own[kind]).shape
         return self._of_shared(gradient, shape).reshape(x.shape).to(x.device, x.dtype)
 
@@ -656,4 +664,5 @@ def _alike(gradient: Tensor, x: Tensor) -> Tensor:
         else:
             same = gradient if gradient.ndim == x.ndim else gradient.reshape(-1, gradient.shape[-1])
             gradient = same.sum_to_size(x.shape)
-    return gradient.reshape(x.shape).to(x.device, x.dtype)
+    # Not a view where none is needed: see Step.alike.
+    return (gradient if gradient.shape == x.shape else gradient.reshape(x.shape)).to(x.device, x.dtype)

@@ -408,7 +408,7 @@ def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
     if isinstance(out, Tensor):
         return (out, *(None for _ in names[1:]))
     if isinstance(out, Mapping):
-        unknown = sorted(set(out) - set(names))
+        unknown = sorted(str(name) for name in out if name not in names)
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(names)}")
         return tuple(out.get(name) for name in names)

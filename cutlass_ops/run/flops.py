@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cutlass_ops.declare.form import RAGGED_K
 from cutlass_ops.run import portable
@@ -18,9 +19,16 @@ _COUNTER = "torch.utils.flop_counter"
 def count() -> None:
     """Tell the counter, once it is there. Importing it would import Triton, which programs may not want."""
     counter: Any = sys.modules.get(_COUNTER)
-    if counter is None or torch.ops.cutlass_ops.fused_gemm in counter.flop_registry:
+    if counter is None:
         return
-    counter.register_flop_formula([torch.ops.cutlass_ops.fused_gemm, torch.ops.cutlass_ops.fused_gemm_out])(of_call)
+    operators = [torch.ops.cutlass_ops.fused_gemm, torch.ops.cutlass_ops.fused_gemm_out]
+    if operators[0] not in counter.flop_registry:
+        counter.register_flop_formula(operators)(of_call)
+    # A counter that counts has copied what was registered before.
+    for mode in _get_current_dispatch_mode_stack():
+        its = getattr(getattr(mode, "counter", None), "flop_registry", {})
+        if operators[0] not in its:
+            its.update({each: counter.flop_registry[each] for each in operators})
 
 
 def of_call(op: str, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:

@@ -58,7 +58,7 @@ def _prepare_rms(
     _check_math("rmsnorm_gemm", math)
     matrix, scale_b = weights.matrix_of(w, gamma, "w"), scaled.scale_of_weight(w, x, scale_a, scale_b)
     # Nearly all calls have no scales: asking twice takes less than calling.
-    quantise = quantise_by(scale_out, amax, out, out_dtype) if scale_out is not None or amax else None
+    quantise = quantise_by(scale_out, amax, out, out_dtype) if scale_out is not None or amax is not False else None
     norm, values = rms_values(x, eps, rstd, scale_a)
     scales = None if scale_a is scale_b is None else scaled.scales_of(x, matrix, scale_a, scale_b)
     op = _composed("rmsnorm_gemm", norm, epilogue, False, scales, quantise, amax)
@@ -205,6 +205,9 @@ def _prepare_residual(
     a, matrix = casting.autocast_to(dtype, a), casting.autocast_to(dtype, matrix)
     scales = scaled.scales_of(a, matrix, scale_a, scale_b)
     _check_y(out, a)
+    if "out_dtype" in inputs:
+        raise TypeError("gemm_residual_rms takes no out_dtype: y has a's dtype, or BF16 if that is FP8")
+    _check_amax(amax)
     inputs["residual"] = residual
     factors = () if scales is None else (scale_a, scale_b)
     if scale_out is None:
@@ -234,6 +237,13 @@ def _dtype_of_copy(dtype: torch.dtype | None, out: Any) -> torch.dtype:
     if dtype not in (None, found):
         raise TypeError(f"{name} is {found}, and quantized_dtype asks for {dtype}: omit quantized_dtype")
     return found
+
+
+def _check_amax(amax: object) -> None:
+    if type(amax) is not bool:
+        raise TypeError(
+            f"amax must be True or False, not a {type(amax).__name__}: an epilogue's input needs another name than amax"
+        )
 
 
 def _check_y(out: Any, a: Tensor) -> None:
@@ -595,6 +605,7 @@ def quantise_by(
     TypeError
         If the result would not be in FP8, or its greatest absolute values are asked for without a scale.
     """
+    _check_amax(amax)
     if scale_out is None:
         if amax:
             raise TypeError("amax=True is of a result in FP8: pass scale_out=, which divides it")

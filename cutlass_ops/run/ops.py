@@ -112,6 +112,8 @@ class Op(Warm):
         return doubles.why_not(graph) if dtype == torch.float64 else None
 
     def in_math(self, math: Math) -> Op:  # noqa: D102
+        if not isinstance(math, str):
+            raise TypeError(f"math must be a name such as 'tf32', not a {type(math).__name__}")
         return op_in_math(self.about.split(";", 4)[4], math)
 
     def made_in_math(self, math: Math, made_by: tuple[str, Any]) -> Op:

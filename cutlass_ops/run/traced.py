@@ -149,7 +149,7 @@ class Traced:
     def _outputs(self, a: Any, b: Any, values: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> list[Any]:
         """Return all outputs: the caller's, and empty tensors for the others."""
         given = out if isinstance(out, Mapping) else {"d": out}
-        unknown = [name for name in given if name not in self.outputs]
+        unknown = [str(name) for name in given if name not in self.outputs]
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         # Batches of A and B broadcast; with a single B, those of A are rows.

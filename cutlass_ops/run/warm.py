@@ -222,7 +222,8 @@ class Warm(portable.Portable):
             plan = None if weight is None else weight.plans.get(a.shape)
             # Where several plans are, the kernels that ask least come last, and the others may refuse.
             low = isinstance(plan, tuple) and (a.data_ptr() | b.data_ptr()) % _LINE
-        except (AttributeError, RuntimeError):  # not a tensor, or one without shape or memory
+        # Not a tensor, or one without shape or memory; or something else than a dtype.
+        except (AttributeError, RuntimeError, TypeError):
             return None
         if weight is None:
             return None

@@ -398,6 +398,40 @@ def test_a_weight_s_gradient_is_added_to_its_main_grad(dtype, major):
             assert parameter.main_grad.dtype == dtype
 
 
+@co.epilogue
+def two_tiles(acc, p: co.Tile, q: co.Tile):
+    return acc + p + q
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("batch", [(6,), (2, 3)])
+def test_a_gradient_that_passes_through_is_nobody_s_to_change(batch, backend):
+    """Autograd adds the next gradient in place unless somebody else has the tensor: here the caller, and both tiles."""
+    a, b = torch.randn(*batch, 16).bfloat16(), torch.randn(16, 8).bfloat16()
+    p, q = (torch.zeros(*batch, 8).bfloat16().requires_grad_() for _ in "pq")
+
+    def call(p, q):
+        return co.gemm(a, b, epilogue=two_tiles, p=p, q=q)
+
+    call = call if backend is None else torch.compile(call, backend=backend)
+    given = torch.ones(*batch, 8).bfloat16()
+    for times in (1, 2, 3):
+        call(p, q).backward(given)
+        assert all(torch.equal(x.grad, torch.full_like(x, times)) for x in (p, q))
+        assert torch.equal(given, torch.ones_like(given))
+
+
+def test_a_view_of_a_gradient_that_passes_through_is_a_tensor_of_its_own():
+    step = backward.Step(builtin.residual, torch.randn(2, 3, 16), torch.randn(16, 8), {})
+    step.same = {"residual"}
+    given = torch.ones(2, 3, 8)
+    assert step.alike("residual", given, torch.empty(2, 3, 8)) is given
+    found = step.alike("residual", given, torch.empty(6, 8))
+    assert torch.equal(found, given.view(6, 8))
+    found += 1
+    assert torch.equal(given, torch.ones_like(given))
+
+
 def test_a_bias_keeps_its_own_gradient():
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
     bias = torch.nn.Parameter(torch.zeros(6, dtype=BF16))

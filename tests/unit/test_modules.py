@@ -259,6 +259,14 @@ def test_a_folded_norm_follows_its_parameters(name):
     assert module.folds
 
 
+def test_a_norm_without_a_weight_is_folded_as_one_of_ones():
+    module, (x,) = made("rmsnorm")
+    module.norm = torch.nn.RMSNorm(module.norm.normalized_shape, eps=1e-5, elementwise_affine=False)
+    with torch.no_grad():
+        before = module(x)
+        assert torch.equal(module.fold()(x), before)
+
+
 def test_autocast_casts_what_f_linear_casts():
     torch.manual_seed(0)
     module = nn.Sequential(co.nn.Linear(K, N, activation="gelu"), co.nn.MLP(N, HIDDEN), co.nn.RMSNormLinear(N, N))

@@ -425,6 +425,15 @@ ERRORS = {
     "two outputs before the residual": (
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, epilogue=bias_gelu), ValueError, "D as its only output",
     ),
+    "a dtype of y": (
+        lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, out_dtype=torch.float32), TypeError, "takes no out_dtype",
+    ),
+    "amax of a tensor": (
+        lambda: co.rmsnorm_gemm(X, W, eps=EPS, amax=torch.ones(4)), TypeError, "amax must be True or False",
+    ),
+    "amax of a text": (
+        lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, scale_out=1.0, amax="no"), TypeError, "amax must be True",
+    ),
     "an op given something else": (lambda: norms.rmsnorm_op(given="sum"), ValueError, '^given is .sum.: use "sums"'),
     "no eps for a layernorm": (lambda: co.layernorm_gemm(X, W), TypeError, "eps, mean and rstd are missing"),
     "mean alone": (lambda: co.layernorm_gemm(X, W, mean=torch.ones(4)), TypeError, "mean is given alone"),

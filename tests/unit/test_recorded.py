@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
@@ -118,6 +119,16 @@ def test_pytorch_counts_operations(run, a, b, products):
     with FlopCounterMode(display=False) as counter:
         run(normal(*a), normal(*b))
     assert counter.get_total_flops() == 2 * products
+
+
+def test_a_counter_that_was_there_before_the_operators_were_known_counts_them(monkeypatch):
+    operators = [torch.ops.cutlass_ops.fused_gemm, torch.ops.cutlass_ops.fused_gemm_out]
+    for operator in operators:
+        monkeypatch.delitem(flop_counter.flop_registry, operator, raising=False)
+    with FlopCounterMode(display=False) as counter:
+        co.gemm(normal(4, 16), normal(16, 8))
+    assert counter.get_total_flops() == 2 * 4 * 16 * 8
+    assert operators[0] in flop_counter.flop_registry
 
 
 def test_pytorch_counts_operations_of_a_backward():
