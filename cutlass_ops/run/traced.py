@@ -137,8 +137,24 @@ class Traced:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
             results = self._outputs(a, b, values, out, out_dtype)
-            torch.ops.cutlass_ops.fused_gemm_out(*arguments, results)
+            if not torch.compiler.is_dynamo_compiling() or not self._copied(arguments, results):
+                torch.ops.cutlass_ops.fused_gemm_out(*arguments, results)
         return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
+
+    def _copied(self, arguments: Sequence[Any], given: Sequence[Any]) -> bool:
+        """Write outputs by copies, in a program that is compiled; return False if the operator has to write them.
+
+        What Inductor makes of an operator that writes a view, such as ``cache[i]``, writes the same place for every i,
+        and autograd does not see what it overwrites (PyTorch 2.13).
+        """
+        if self.form:  # rows of no group stay as they are
+            return False
+        found = torch.ops.cutlass_ops.fused_gemm(*arguments, None if self.dtypes[0] else given[0].dtype)
+        if any(x.dtype != y.dtype or x.shape != y.shape for x, y in zip(given, found, strict=True)):
+            return False
+        for x, y in zip(given, found, strict=True):
+            x.copy_(y)
+        return True
 
     def _differentiated(self, a: Any, b: Any, values: Sequence[Any]) -> str:
         """Return the name of the first argument that requires grad."""

@@ -224,3 +224,39 @@ def test_indices_given_and_made_are_int32():
 def test_what_is_no_seed_is_refused(seed, error):
     with pytest.raises((TypeError, ValueError), match=rf"seed .*{error}"):
         with_seed(seed)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_view_whose_place_changes_is_written_where_it_is(backend):
+    """Inductor would write the same place each time, by an operator that writes."""
+
+    def step(cache, x, at):
+        co.gemm(x, W.t(), out=cache[at])
+        return cache.sum()
+
+    cache, compiled = (
+        torch.zeros(4, len(X), len(W), dtype=X.dtype),
+        torch.compile(step, fullgraph=True, backend=backend),
+    )
+    wanted = co.gemm(X, W.t())
+    for at in range(4):
+        compiled(cache, X, at)
+    assert all(torch.equal(each, wanted) for each in cache)
+
+
+def test_a_compiled_call_that_writes_what_a_backward_reads_is_refused():
+    def step(z, out):
+        y = z * out
+        co.gemm(X, W.t(), out=out)
+        return y
+
+    z, out = torch.ones(len(X), len(W), dtype=X.dtype, requires_grad=True), torch.ones(len(X), len(W), dtype=X.dtype)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(z, out).sum().backward()
+
+
+def test_rows_of_no_group_stay_as_they_are_in_a_compiled_program():
+    x, w = torch.ones(6, 8).bfloat16(), torch.ones(2, 8, 16).bfloat16()
+    offsets, out = torch.tensor([1, 3], dtype=torch.int32), torch.full((6, 16), 7.0).bfloat16()
+    torch.compile(lambda x: co.grouped_gemm(x, w, offsets, out=out), fullgraph=True, backend="aot_eager")(x)
+    assert out[:, 0].tolist() == [8.0, 8.0, 8.0, 7.0, 7.0, 7.0]
