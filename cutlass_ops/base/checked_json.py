@@ -78,8 +78,12 @@ def written(text: bytes, what: str, most: int, write: Callable[[Any], bytes], bu
         is_own = False
     if is_own:
         return read_value(value, what, build)
-    read(text, what, most, build)  # it says best what is wrong
-    raise ConfigError("its text is not the canonical one of what it says, or was changed")
+    # Something is wrong, which these say best; or an integer has 19 digits.
+    value = parsed(text, what, most)
+    found = read_value(value, what, build)
+    if write(value) != text:
+        raise ConfigError("its text is not the canonical one of what it says, or was changed")
+    return found
 
 
 def read_value(value: Any, what: str, build: Callable[[Any], T]) -> T:
