@@ -409,19 +409,19 @@ class _Orders:
         self._known: dict[tuple[int, int], _OrdersOf] = {}
 
     def of(self, capability: tuple[int, int]) -> _OrdersOf:
-        """Return those for a compute capability."""
+        """Return them as devices of a compute capability run them."""
         return self._known.setdefault(capability, _OrdersOf(self._kernels, capability))
 
 
 class _OrdersOf:
-    """Those for a compute capability. Each is read once, however many rows name it: there are thousands of rows."""
+    """Kernels in orders of their tiles, on one compute capability. Each is read once: thousands of rows name a few."""
 
     def __init__(self, kernels: Sequence[KernelRecord], capability: tuple[int, int]) -> None:
         self._kernels, self._capability = kernels, capability
         self._known: dict[str, Ordered] = {}
 
     def row(self, data: object) -> tuple[int, Ordered]:
-        """Return up to how many rows of A what serves."""
+        """Return the greatest number of rows of A that a row of a choice is for, and what serves them."""
         if not isinstance(data, list) or len(data) != 3:
             raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
         most, *named = data

@@ -63,7 +63,7 @@ def written(text: bytes, what: str, most: int, write: Callable[[Any], bytes], bu
     """Read untrusted JSON that must be what ``write(value)`` gives for its value, and return ``build(value)``.
 
     As long as ``write`` gives :func:`canonical` JSON, such text breaks no rule of :func:`parsed`, unless an integer is
-    too long. So the parser needs no functions in Python, with which it takes three times as long.
+    too long. So it is parsed without functions in Python, in a third of the time.
 
     Raises
     ------
@@ -71,14 +71,14 @@ def written(text: bytes, what: str, most: int, write: Callable[[Any], bytes], bu
         If it is another text, or ``build`` raises it.
     """
     try:
-        is_short = len(text) <= most and not _LONG_INTEGER.search(text)
-        value = json.loads(text) if is_short else None
-        is_own = is_short and write(value) == text
+        is_plain = len(text) <= most and not _LONG_INTEGER.search(text)
+        value = json.loads(text) if is_plain else None
+        is_own = is_plain and write(value) == text
     except (AttributeError, RecursionError, TypeError, ValueError):
         is_own = False
     if is_own:
         return read_value(value, what, build)
-    # Something is wrong, which these say best; or an integer has 19 digits.
+    # Either something is wrong, and the checks below say what; or an integer is long.
     value = parsed(text, what, most)
     found = read_value(value, what, build)
     if write(value) != text:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType
 from cutlass_ops.declare.spec import Major, Operand
-from cutlass_ops.run.tensors import contiguous
+from cutlass_ops.run.tensors import how_to_copy
 
 MAJORS: tuple[Major, ...] = ("row", "col")
 
@@ -77,7 +77,7 @@ def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
     if not found:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: one dimension must have stride 1, "
-            f"and the other a stride of at least its extent: {contiguous(name)}"
+            f"and the other a stride of at least its extent: {how_to_copy(name)}"
         )
     return found
 

@@ -133,11 +133,11 @@ def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, which cannot be viewed as {shape} "
-            f"without a copy: {contiguous(name)}"
+            f"without a copy: {how_to_copy(name)}"
         ) from None
 
 
-def contiguous(name: str) -> str:
+def how_to_copy(name: str) -> str:
     """Return what to do about an argument with strides that no kernel takes. A copy of an output would be lost."""
     if name.startswith("out"):
         return "pass a tensor from torch.empty, and copy it"
