@@ -267,6 +267,14 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     return Epilogue(function.__name__, inspect.getdoc(function) or "", graph, function)
 
 
+# What torch._dynamo.disable sets, by hand: importing that takes a second, and this room knows no PyTorch.
+epilogue._torchdynamo_disable = True  # type: ignore[attr-defined]
+epilogue._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "an epilogue is traced by cutlass_ops where it is defined: define it outside of the function that torch.compile "
+    "traces"
+)
+
+
 def _inputs(tracer: Tracer) -> list[Input]:
     function = tracer.function
     if function.__name__ == "<lambda>":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,23 +14,29 @@ class _Seen(NamedTuple):
 
     Attributes
     ----------
-    parameter : weakref.ref
-        Another one may come to lie at its address.
+    parameter : Tensor
+        Itself: another one may come to lie at its address. Not by a weak reference, with which
+        ``torch.utils.swap_tensors`` swaps nothing.
     address, version
         What changes when it does.
     """
 
-    parameter: weakref.ref[Tensor]
+    parameter: Tensor
     address: int
     version: int
 
     @classmethod
     def of(cls, p: Tensor) -> _Seen:
-        return cls(weakref.ref(p), p.data_ptr(), p._version)
+        return cls(p, _address(p), p._version)
 
     def is_still(self, p: Tensor) -> bool:
         parameter, address, version = self
-        return parameter() is p and p._version == version and p.data_ptr() == address
+        return parameter is p and p._version == version and _address(p) == address
+
+
+def _address(p: Tensor) -> int:
+    # PyTorch's stand-ins for tensors warn when they are asked.
+    return 0 if isinstance(p, torch._subclasses.FakeTensor) else p.data_ptr()
 
 
 class Folded:

@@ -24,8 +24,9 @@ from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, reference, watching
+from cutlass_ops.run import batches, reference, sizes, watching
 from cutlass_ops.run.portable import Portable
+from cutlass_ops.run.sizes import surely
 from cutlass_ops.run.tensors import require_tensor
 
 Values = dict[str, Any]
@@ -156,11 +157,41 @@ def saved_of(ctx: Any) -> list[Tensor]:
     return saved
 
 
-# ---- Gradients that are added where they belong ----------------------------------------------------------------------
+# ---- What a backward is asked for ------------------------------------------------------------------------------------
 
 
-def main_grad(name: str, matrix: Tensor) -> Tensor | None:
-    """Return where a matrix's gradient is to be added, as the matrix lies: the ``main_grad`` of its parameter, if any.
+def is_asked(x: Tensor) -> bool:
+    """Whether the backward that runs is asked for a gradient that depends on a tensor's.
+
+    Autograd tells a Python function only what might be asked for, when it runs forward.
+    """
+    try:
+        return torch._C._will_engine_execute_node(_node(x))
+    except RuntimeError:  # a leaf of which torch.autograd.grad returns the gradient, or a backward without the engine
+        return True
+
+
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Whether the backward that runs adds a gradient to a parameter's, rather than returning it or doing without."""
+    try:
+        return torch._C._will_engine_execute_node(_node(parameter))
+    except RuntimeError:
+        return False
+
+
+def _node(x: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(x).node
+
+
+class MainGrad(NamedTuple):
+    """Where the gradient of a parameter's matrix is to be added, as the matrix lies."""
+
+    parameter: Tensor
+    total: Tensor
+
+
+def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
+    """Return where a matrix's gradient is to be added: the ``main_grad`` of its parameter, if any.
 
     Raises
     ------
@@ -185,14 +216,19 @@ def main_grad(name: str, matrix: Tensor) -> Tensor | None:
             f"{parameter.device}"
         )
     of_parameter: Tensor = found
-    return of_parameter if whole else of_parameter.mT
+    return MainGrad(parameter, of_parameter if whole else of_parameter.mT)
 
 
 def _lies_as(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and x.stride() == y.stride()
 
 
-def refuse_main_grads(into: Mapping[str, Tensor | None]) -> None:
+def added(into: Mapping[str, MainGrad | None]) -> dict[str, Tensor]:
+    """Return the tensors to which the backward that runs adds gradients, by the name of the matrix."""
+    return {name: x.total for name, x in into.items() if x is not None and _is_accumulated(x.parameter)}
+
+
+def refuse_main_grads(into: Mapping[str, Tensor]) -> None:
     """Refuse gradients that are to be differentiated again and added somewhere.
 
     Raises
@@ -200,10 +236,9 @@ def refuse_main_grads(into: Mapping[str, Tensor | None]) -> None:
     NotImplementedError
         If there are any.
     """
-    names = [name for name, x in into.items() if x is not None]
-    if names:
+    if into:
         raise NotImplementedError(
-            f"create_graph=True, and the parameter of {', '.join(names)} has a main_grad, in which a gradient leaves "
+            f"create_graph=True, and the parameter of {', '.join(into)} has a main_grad, in which a gradient leaves "
             "autograd: remove main_grad"
         )
 
@@ -430,7 +465,7 @@ class Step:
         leaves: dict[str, Tensor],
         tensors: Mapping[str, Tensor],
         wrt: frozenset[str],
-        into: Mapping[str, Tensor | None],
+        into: Mapping[str, Tensor],
         *,
         a: bool,
         b: bool,
@@ -443,13 +478,14 @@ class Step:
         """
         found: dict[str, Tensor | None] = {}
         inputs = [name for name in tensors if name in wrt and name in leaves]
+        a, b = a and is_asked(self.a), b and is_asked(self.b)
         for name in inputs:
             if name not in self.weights:
                 found[name] = self.alike(name, leaves.pop(name), tensors[name])
         several = len(self.weights) > 1
         of_a = self.of_a(leaves) if a and several else None
         wanted_weights = {ACC: self.b} if b else {}
-        wanted_weights |= {name: tensors[name] for name in inputs if name in self.weights}
+        wanted_weights |= {name: tensors[name] for name in inputs if name in self.weights and is_asked(tensors[name])}
         for name, weight in wanted_weights.items():
             found[name] = self.of_weight(leaves.get(name), weight, into.get("b" if name == ACC else name))
             if several:
@@ -500,7 +536,7 @@ def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows = tile.shape[-2]
     whole = rows // _BLOCK * _BLOCK
-    if whole <= _BLOCK:
+    if not surely(whole > _BLOCK):
         return tile.sum(-2, dtype=dtype)
     blocks: Tensor = tile.narrow(-2, 0, whole).unflatten(-2, (-1, _BLOCK))  # type: ignore[no-untyped-call]
     total = blocks.sum(-2, dtype=dtype).sum(-2)
@@ -593,9 +629,12 @@ class _BatchedStep(Step):
 
     def _of_shared(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Add up the gradients of what several batches share."""
-        if gradient.shape == shape:
+        if sizes.same(gradient.shape, shape):
             return gradient
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).sum_to_size(shape)
+        lead = gradient.ndim - len(shape)
+        summed = [*range(lead), *(lead + at for at, extent in enumerate(shape) if surely(extent == 1))]
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return gradient.sum(summed, keepdim=True).reshape(shape)
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         if Node("row_index") in expression.nodes:

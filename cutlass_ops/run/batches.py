@@ -11,6 +11,7 @@ from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.operations import UNIFORM
+from cutlass_ops.run.sizes import surely
 
 # Leading dimensions that kernels know, each with a stride of its own (batched.h).
 MOST = 2
@@ -48,8 +49,8 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     found = []
     for extents in zip(*((1,) * (rank - len(shape)) + shape for shape in shapes), strict=True):
         # By comparisons alone: an extent that torch.compile does not know has no hash.
-        extent = next((each for each in extents if each != 1), 1)
-        if any(each not in (1, extent) for each in extents):
+        extent = next((each for each in extents if not surely(each == 1)), 1)
+        if any(not surely(each == extent) and not surely(each == 1) for each in extents):
             return None
         found.append(extent)
     return tuple(found)
@@ -74,12 +75,12 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
     if kind is Kind.TILE and value.ndim < 2:
         return None
     lead, last = tuple(value.shape[: -len(own)]), tuple(value.shape[-len(own) :])
-    repeats = kind is Kind.TILE and all(x in (1, y) for x, y in zip(last, own, strict=True))
+    repeats = kind is Kind.TILE and _fits(last, own)
     if not _fits(lead, shape) or (last != own and not repeats):
         return None
     if _repeats(value, own):
         value = value.expand(*lead, *own).contiguous()
-    if value.numel() == _size(own):
+    if surely(value.numel() == _size(own)):
         return value.reshape(own)
     return value.expand(*shape, *own)
 
@@ -91,7 +92,7 @@ def is_copied(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int,
 
 def without_ones(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
     """Return an input without the extent of 1 by which PyTorch would broadcast it: see :func:`spread`."""
-    if value.ndim > 1 and kind is Kind.ROW and value.shape[-2] == 1:
+    if value.ndim > 1 and kind is Kind.ROW and surely(value.shape[-2] == 1):
         return value.squeeze(-2)
     if value.ndim < 2 or kind is not Kind.COL or tuple(value.shape[-2:]) != (*own, 1):
         return value
@@ -111,7 +112,9 @@ def is_ambiguous(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[i
 def _repeats(value: Tensor, own: tuple[int, ...]) -> bool:
     """Whether one batch's input repeats values, or has fewer of them."""
     ends = range(-len(own), 0)
-    return tuple(value.shape[-len(own) :]) != own or any(value.stride(i) == 0 and value.shape[i] > 1 for i in ends)
+    if tuple(value.shape[-len(own) :]) != own:
+        return True
+    return any(surely(value.stride(i) == 0) and not surely(value.shape[i] <= 1) for i in ends)
 
 
 def _fits(lead: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -27,7 +27,7 @@ from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import batches, groups, matrices, operands, reference
+from cutlass_ops.run import batches, groups, matrices, operands, reference, sizes
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.run.registry import OpSignature
@@ -218,7 +218,7 @@ class Call(NamedTuple):
 
 def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a new tensor in another shape, but no view of it, which autograd would let nobody change in place."""
-    return flat if flat.shape == shape else torch.ops.aten._unsafe_view(flat, shape)
+    return flat if sizes.same(flat.shape, shape) else torch.ops.aten._unsafe_view(flat, shape)
 
 
 def check_call(

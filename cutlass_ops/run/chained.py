@@ -18,7 +18,7 @@ from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import casting, portable, traced, watching
-from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
+from cutlass_ops.run.backward import Forward, Step, added, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
 
@@ -61,11 +61,14 @@ def chain(
         for name, x in zip(of_first.names, inputs1, strict=True)
     ]
     every = (a, b1, b2, *inputs1, *inputs2)
-    if not torch.compiler.is_dynamo_compiling():
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
         for name, x in zip(("a", "b1", "b2", *of_first.names, *of_second.names), every, strict=True):
             watching.refuse_others(name, x)
     batches = b1.ndim > 2 or b2.ndim > 2
-    if batches or not watching.is_differentiated(*every) or traced.is_recomputing():
+    # A program may be traced without gradients and run with them.
+    later = (compiling or watching.is_watched()) and any(x.requires_grad for x in every)
+    if batches or not (later or watching.is_differentiated(*every)) or traced.is_recomputing():
         return cast("Tensor", second(first(a, b1, *inputs1), b2, *inputs2, out_dtype=out_dtype))
     arguments = of_first.op, of_second.op, a, b1, b2, list(inputs1), list(inputs2), out_dtype
     return cast("Tensor", torch.ops.cutlass_ops.fused_chain_grad(*arguments))
@@ -164,8 +167,9 @@ class _Chained(torch.autograd.Function):
         total = count + len(pair.second.called.graph.inputs)
         inputs, kept = others[:total], dict(zip(pair.first.saving.kept, others[total:], strict=True))
         del others
+        into = added(ctx.into)
         if torch.is_grad_enabled():
-            refuse_main_grads(ctx.into)
+            refuse_main_grads(into)
             again = _again(pair, a, b1, b2, inputs, grad, ctx)  # type: ignore[no-untyped-call]
             return None, None, *again
         first, second = (
@@ -179,8 +183,8 @@ class _Chained(torch.autograd.Function):
             leaves = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
             of_d = leaves[ACC]
             # What only the second op's gradients read, D of the first, is let go before the first one's are there.
-            into = {"b": ctx.into.get("b2")}
-            _, *of_second = after.of_operands(leaves, second, pair.wrt2, into, a=False, b=needs_b2)
+            of_b2 = {"b": into["b2"]} if "b2" in into else {}
+            _, *of_second = after.of_operands(leaves, second, pair.wrt2, of_b2, a=False, b=needs_b2)
             del after, between, leaves
             before = Step(pair.first.called, a, b1, first)
             del a  # the step has it, and lets it go
@@ -192,7 +196,7 @@ class _Chained(torch.autograd.Function):
                 leaves = before.gradients_behind(found, of_d, b2.t(), kept)
             kept.clear()
             before.spent = ()  # another tensor may lie at their addresses from here on
-            into = ctx.into | {"b": ctx.into.get("b1")}
+            into = into | ({"b": into["b1"]} if "b1" in into else {})
             of_a, of_b1, *of_first = before.of_operands(leaves, first, pair.wrt1, into, a=needs_a, b=needs_b1)
             return None, None, of_a, of_b1, of_second[0], *of_first, *of_second[1:]
 

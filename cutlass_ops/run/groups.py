@@ -20,9 +20,10 @@ from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches
-from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes, repeats
+from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes
 from cutlass_ops.run.matrices import aligning, as_major, has_lines_along, matrix
 from cutlass_ops.run.operands import Arguments, multiplied, require_scalings, require_sums
+from cutlass_ops.run.sizes import repeats, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
@@ -148,7 +149,7 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None
     if x.shape[-1] != w.shape[1] or (form == MASKED and x.shape[0] != w.shape[0]):
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[-1] == w.shape[2] else ""
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be {shape_of_x} and (E, K, N){hint}")
-    if not w.shape[0] or not w.shape[1]:
+    if surely(w.shape[0] == 0) or surely(w.shape[1] == 0):
         raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
     _check_ends(of_form, ends)
     if ends.shape[0] != w.shape[0]:
@@ -169,7 +170,7 @@ def _check_ends(name: str, ends: Tensor) -> None:
         raise TypeError(f"{name} is {ends.dtype}: pass numbers of rows, as torch.int32")
     if ends.dtype != torch.int32:
         raise TypeError(f"{name} is {ends.dtype}: pass {name}.int()")
-    if ends.shape[0] > 1 and ends.stride(0) != 1:
+    if ends.stride(0) != 1 and not surely(ends.shape[0] <= 1):
         raise ValueError(f"{name} has stride {ends.stride(0)}: call {name}.contiguous() first")
 
 

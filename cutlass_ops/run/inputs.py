@@ -14,6 +14,7 @@ from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches, scalars, watching
+from cutlass_ops.run.sizes import repeats, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
 
 # Inputs that may come in other shapes than a kernel takes.
@@ -217,7 +218,7 @@ def _check_input_tensor(
         )
     require_same_device(name, value, a)
     folded = fold(name, as_stored(value), flat)
-    if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
+    if folded.ndim == 1 and folded.stride(0) != 1 and not surely(folded.shape[0] <= 1):
         raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
     return folded
 
@@ -241,7 +242,7 @@ def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tup
             f"or {(*shape, *own)} for a result of shape {(*leading, n)}"
             + (". With a 1 before N it is what PyTorch would broadcast" if is_broadcast else "")
         )
-    if len(own) == 1 and found.shape[-1] > 1 and found.stride(-1) != 1:
+    if len(own) == 1 and found.stride(-1) != 1 and not surely(found.shape[-1] <= 1):
         raise ValueError(f"{name} has stride {found.stride(-1)}: call {name}.contiguous() first")
     return found
 
@@ -259,12 +260,7 @@ def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int,
         value = value.squeeze(-1)
     elif kind is Kind.TILE:
         for full in (wanted, flat):
-            if len(shape) == len(full) and all(x in (1, y) for x, y in zip(shape, full, strict=True)):
+            if len(shape) == len(full) and batches.broadcast(shape, full) == full:
                 value = value.expand(full)
                 break
     return value.contiguous() if repeats(value) else value
-
-
-def repeats(tensor: Tensor) -> bool:
-    """Whether one place in memory is several elements."""
-    return any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.epilogue import Epilogue, Graph, composed
-from cutlass_ops.run import casting, fp8, scaled, traced, weights
+from cutlass_ops.run import casting, fp8, scalars, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import (
@@ -360,6 +360,8 @@ def gemm_residual_rms(
     >>> made.quantized.float().tolist(), made.amax.tolist()
     ([[4.0, 4.0, 4.0, 4.0]], [2.0])
     """
+    if not torch.compiler.is_dynamo_compiling() and not isinstance(eps, Tensor):
+        scalars.number("eps", eps)  # which the next norm's call would find wrong
     op, arguments = _prepare_residual(
         a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs, math
     )
@@ -647,7 +649,8 @@ def rms_values(
             "with x"
         )
     # Reshaping x's leading dimensions keeps the order of rows.
-    return composed.rms_norm_of_sums, (rstd.sum_square.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
+    sums = _statistic("rstd.sum_square", rstd.sum_square)
+    return composed.rms_norm_of_sums, (sums.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
 
 
 def _layer_values(

@@ -21,8 +21,9 @@ from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.run import batches
-from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes, repeats
+from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes
 from cutlass_ops.run.matrices import MAJORS, aligning, as_major
+from cutlass_ops.run.sizes import repeats, same, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 
@@ -234,9 +235,11 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
     flat_a = fold("a", a, (m, k))
     checked = check_inputs(graph, inputs, a, b, batch)
     pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
-    spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
+    spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and not same(x.shape, given.shape))
     copied = tuple(
-        name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
+        name
+        for name, x, given in pairs
+        if isinstance(x, Tensor) and (repeats(given) or surely(x.numel() > given.numel()))
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied, math=math)
 

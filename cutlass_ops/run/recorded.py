@@ -17,7 +17,7 @@ from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import casting, grouped_backward, portable, traced, watching
-from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, saved_of, step_of, wanted
+from cutlass_ops.run.backward import Forward, Values, added, main_grad, refuse_main_grads, saved_of, step_of, wanted
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
 
@@ -127,10 +127,11 @@ class _Recorded(torch.autograd.Function):
         graph = call.called.graph
         kept = dict(zip(ctx.forward.saving.kept, tensors[count:], strict=True))
         del tensors[count:]
+        into = added(ctx.into)
         if torch.is_grad_enabled():
             # The gradients are differentiated again: what only this node knows is no function of A and B to autograd.
             kept = {o.name: kept[o.name] for o in ctx.forward.saving.placed.outputs if o.name in kept}
-            refuse_main_grads(ctx.into)
+            refuse_main_grads(into)
         # Kernels read no repeated values, such as those of the gradient of a sum.
         of = {o.name: g.contiguous() for o, g in zip(graph.outputs, grads, strict=True) if g is not None}
         if not of:
@@ -147,7 +148,7 @@ class _Recorded(torch.autograd.Function):
             step.spent = ()  # another tensor may lie at their addresses from here on
             named = dict(zip(call.names, tensors, strict=True))
             needs_a, needs_b = ctx.needs_input_grad[1:3]
-            return None, *step.of_operands(leaves, named, ctx.wrt, ctx.into, a=needs_a, b=needs_b)
+            return None, *step.of_operands(leaves, named, ctx.wrt, into, a=needs_a, b=needs_b)
 
 
 # ---- Kernels of a backward -----------------------------------------------------------------------------------------

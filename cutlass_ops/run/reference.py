@@ -19,6 +19,7 @@ from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
 from cutlass_ops.run.results import quantized_dtype
+from cutlass_ops.run.sizes import surely
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
@@ -499,7 +500,7 @@ def _output(output: Output, tile: Tensor) -> Tensor:
     if output.reduction is None:
         return tile
     dim = 1 if output.kind is Kind.COL else 0
-    if not tile.shape[dim]:  # PyTorch refuses the maximum of nothing
+    if surely(tile.shape[dim] == 0):  # PyTorch refuses the maximum of nothing
         info = REDUCTIONS[output.reduction]
         found = tile.new_full((tile.shape[1 - dim],), info.empty)
         return found.int() if info.result == "i32" else found

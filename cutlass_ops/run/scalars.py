@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue.graph import fits
+from cutlass_ops.run import sizes
 
 
 def scalar_argument(name: str, value: Any) -> Tensor | float:
@@ -29,7 +30,7 @@ def scalar_argument(name: str, value: Any) -> Tensor | float:
         if type(value) not in (int, float):
             return torch.as_tensor(value)  # the tracer treats NumPy's scalars as arrays
         # During tracing, a variable argument also has the type of a plain number.
-        symbolic = not _symbolic_shapes().has_static_value(value)
+        symbolic = not sizes.symbolic_shapes().has_static_value(value)
     if symbolic:
         return torch.mul(torch.ones((), dtype=torch.float64, device="cpu"), value)
     return number(name, value)
@@ -69,18 +70,6 @@ def integer(name: str, value: Any) -> int:
     if not fits(value, 64):
         raise ValueError(f"{name} is {value}: an Integer has 64 bits, from -2**63 up to 2**63 - 1")
     return value
-
-
-def has_one_element(value: Tensor) -> bool:
-    """Whether a tensor is known to have one element. Of an extent that a program leaves open, nobody asks."""
-    count = value.numel()
-    if torch.compiler.is_dynamo_compiling() or isinstance(count, torch.SymInt):
-        return bool(_symbolic_shapes().statically_known_true(count == 1))
-    return count == 1
-
-
-def _symbolic_shapes() -> Any:
-    return torch.fx.experimental.symbolic_shapes
 
 
 _LARGEST = int(sys.float_info.max)

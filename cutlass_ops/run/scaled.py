@@ -13,7 +13,7 @@ from torch import Tensor
 from cutlass_ops.base import mma
 from cutlass_ops.base.mma import Math
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import scalars, traced, weights
+from cutlass_ops.run import sizes, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import PreparedWeight
@@ -146,7 +146,7 @@ def _refuse_of_pytorch(inputs: dict[str, Any], names: Sequence[str]) -> None:
 
 def is_vector(scale: object) -> bool:
     """Whether a scale is one for each row or column. A tensor of one element is a number, as PyTorch has it."""
-    return isinstance(scale, Tensor) and scale.ndim > 0 and not scalars.has_one_element(scale)
+    return isinstance(scale, Tensor) and scale.ndim > 0 and not sizes.has_one_element(scale)
 
 
 def scale_of_weight(
@@ -216,6 +216,10 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     # One block has one scale as well, and beside it those of rows may have any strides.
     of_one = fits_b and steps == mma.blocks(n) == 1 and isinstance(scale_a, Tensor) and scale_a.ndim > 1
     of_a, of_b = has_blocks(a, scale_a), fits_b and (is_vector(scale_b) or of_one) and tuple(scale_b.shape) != (1, n)
+    if of_a and len(batch) == 1 and sizes.same(scale_a.shape, (1, *batch)):
+        raise ValueError(
+            f"scale_a has shape {(1, *batch)}: scales of rows are {batch} or {(*batch, 1)}, so pass scale_a.t()"
+        )
     if of_a and not fits_b:
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base.dtypes import HELD, READ, DType
-from cutlass_ops.run import batches, watching
+from cutlass_ops.run import batches, sizes, watching
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in HELD}
 
@@ -126,7 +126,7 @@ def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     ValueError
         If its strides do not allow the view.
     """
-    if tensor.shape == shape:
+    if sizes.same(tensor.shape, shape):
         return tensor
     try:
         return tensor.view(shape)

@@ -6,11 +6,10 @@ when the program runs. Ops are looked up during tracing and become constants of 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
 from cutlass_ops.run.tensors import require_tensor
 
 Made = TypeVar("Made", bound=Portable)
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 # ---- Calls ---------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def is_recomputing() -> bool:
     return _CHOICE.recompute
 
 
-class recompute(contextlib.ContextDecorator):  # noqa: N801 - it is used as a function
+class recompute:  # noqa: N801 - it is used as a function
     """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
 
     By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
@@ -72,6 +73,17 @@ class recompute(contextlib.ContextDecorator):  # noqa: N801 - it is used as a fu
 
     def __exit__(self, *_: object) -> None:
         _CHOICE.recompute = self._before.pop()
+
+    def __call__(self, function: Callable[P, Result]) -> Callable[P, Result]:
+        """Return a function that runs in this context."""
+
+        # PyTorch's tracer knows no object from outside as a context: so much for contextlib.ContextDecorator.
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> Result:
+            with recompute():
+                return function(*args, **kwargs)
+
+        return inside
 
 
 class Traced:
@@ -124,6 +136,7 @@ class Traced:
             else:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
+        recompute = False
         if watching.is_differentiated(a, b, *tensors):
             if self.form == RAGGED_K.name:
                 raise NotImplementedError(NO_SECOND_GRADIENT.format(self._differentiated(a, b, values)))
@@ -132,7 +145,9 @@ class Traced:
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
                     "`out`, or call under torch.no_grad()"
                 )
-            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, _CHOICE.recompute)
+            recompute = _CHOICE.recompute
+        if recompute:
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, recompute)
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
@@ -308,7 +323,8 @@ def inputs_of(
     return tuple(values)
 
 
-def _run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Return the results of an operator that autograd does not record."""
     found = portable.find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
     return [found] if isinstance(found, Tensor) else list(found)
 
@@ -358,7 +374,7 @@ def override(name: str, run: Callable[..., Any], key: str) -> None:
 
 # Numbers come with their positions, since some tracers do not support lists of optional tensors.
 ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
-declare(f"fused_gemm({ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, shapes)
+declare(f"fused_gemm({ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", run, shapes)
 declare(f"fused_gemm_out({ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)
 for _name in ("fused_gemm", "fused_gemm_out"):
     override(_name, refuse_vmap, "FuncTorchBatched")

@@ -65,6 +65,11 @@ def only_shapes(values: Sequence[Any]) -> bool:
     return all(_is_meta(x) for x in values if isinstance(x, Tensor))
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: it is neither on "meta" nor PyTorch's stand-in for a tensor, a fake one."""
+    return not _is_meta(tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
 def overrides(value: Any) -> bool:
     """Whether an argument's class overrides PyTorch's functions, as proxies of torch.fx do."""
     # has_torch_function is true for every value while a function mode is active.

@@ -122,6 +122,7 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     """
     for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
         refuse_differentiated(name, value)
+    require_tensor("w", w)
     prepared = fold_layernorm(w, gamma, beta)
     if gamma is not None:
         folding.check_folded(w, gamma, prepared.matrix)

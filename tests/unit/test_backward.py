@@ -240,29 +240,45 @@ def test_a_compiler_sees_the_operators_of_forward_and_backward_only():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own
-def test_a_program_of_training_has_gradients_and_one_of_inference_refuses_them():
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_exported_programs_have_gradients(recorded, decomposed):
+    """Whether autograd records is a question of the call, not of the export."""
+
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = torch.nn.Linear(16, 8, dtype=BF16)
+            self.linear = torch.nn.Linear(16, 16, dtype=BF16)
+            self.mlp = co.nn.MLP(16, 32, dtype=BF16)
 
         def forward(self, x):
-            return co.gemm_bias_gelu(x, self.linear.weight.t(), self.linear.bias)
+            return self.mlp(co.gemm_bias_gelu(x, self.linear.weight.t(), self.linear.bias))
 
     layer, x = Layer(), torch.randn(4, 16).to(BF16)
-    training = torch.export.export(layer, (x,))
-    inference = training.run_decompositions()
-    called = [[n.target for n in p.graph.nodes if "cutlass_ops" in str(n.target)] for p in (training, inference)]
-    assert called == [[getattr(torch.ops.cutlass_ops, name).default] for name in ("fused_gemm_grad", "fused_gemm")]
-    module = training.module()
+    with torch.set_grad_enabled(recorded):
+        program = torch.export.export(layer, (x,))
+        program = program.run_decompositions() if decomposed else program
+    called = [n.target.name() for n in program.graph.nodes if "cutlass_ops" in str(n.target)]
+    chain = ["fused_gemm"] * 2 if decomposed else ["fused_chain_grad"]
+    assert called == [f"cutlass_ops::{name}" for name in ("fused_gemm", *chain)]
+    module = program.module()
+    with torch.no_grad():
+        assert torch.equal(module(x), layer(x))
     module(x).float().square().sum().backward()
     layer(x).float().square().sum().backward()
     for found, wanted in zip(module.parameters(), layer.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
-    with pytest.raises(ValueError, match=r"requires grad, and this has no backward: call under torch\.no_grad"):
-        inference.module()(x)
-    with torch.no_grad():
-        assert torch.equal(inference.module()(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("block", [co.nn.MLP, co.nn.GatedMLP])
+def test_a_traced_module_passes_the_tracers_own_check(block):
+    module, x = block(16, 32, dtype=BF16), torch.randn(4, 16).to(BF16)
+    found = torch.jit.trace(module, (x,))(x)
+    assert torch.equal(found, module(x))
+    assert all(
+        map(torch.equal, *(torch.autograd.grad(d.float().sum(), list(module.parameters())) for d in (found, module(x))))
+    )
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -450,6 +466,39 @@ def test_a_sum_of_rows(rows, stride):
     torch.testing.assert_close(found.double(), tile.double().sum(0), rtol=0, atol=2**-22 * max(rows, 1))
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_backward_computes_and_adds_what_it_is_asked_for(chained):
+    module, x = co.nn.GatedMLP(8, 8, dtype=BF16), torch.randn(7, 8).to(BF16).requires_grad_()
+    w, up = weights = module.gate_proj.weight, module.up_proj.weight
+
+    def layer():
+        return module(x) if chained else co.gemm_swiglu(x, w.t(), up.t())
+
+    wanted = torch.autograd.grad(layer().sum(), [x, w, up])
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    assert torch.equal(torch.autograd.grad(layer().sum(), x)[0], wanted[0])
+    assert torch.equal(torch.autograd.grad(layer().sum(), w)[0], wanted[1])
+    layer().sum().backward(inputs=[x])
+    assert torch.equal(x.grad, wanted[0])
+    assert not w.main_grad.any()
+    assert not up.main_grad.any()
+    layer().sum().backward(inputs=[w])
+    assert torch.equal(w.main_grad, wanted[1])
+    assert not up.main_grad.any()
+    assert w.grad is None
+
+
+def test_a_weight_s_gradient_is_computed_where_it_is_asked_for():
+    x, w, up = (torch.randn(s).to(BF16).requires_grad_() for s in ((7, 8), (8, 8), (8, 8)))
+    for asked, products in (([x], 2), ([w], 1), ([up], 1), ([x, w, up], 4)):
+        d = co.gemm_swiglu(x, w.t(), up.t()).sum()
+        with Calls() as calls:
+            torch.autograd.grad(d, asked)
+        assert len(calls.names) == products, calls.names
+
+
+@pytest.mark.filterwarnings("ignore:Using backward..  with create_graph")  # PyTorch's own
 def test_a_main_grad_that_does_not_fit_is_refused():
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
     for wrong, message in (
@@ -462,7 +511,10 @@ def test_a_main_grad_that_does_not_fit_is_refused():
             co.gemm(x, w.t())
     w.main_grad = torch.zeros(6, 8)
     with pytest.raises(NotImplementedError, match="create_graph=True, and the parameter of b has a main_grad"):
-        torch.autograd.grad(co.gemm(x, w.t()).sum(), w, create_graph=True)
+        co.gemm(x, w.t()).sum().backward(create_graph=True)
+    (gradient,) = torch.autograd.grad(co.gemm(x, w.t()).sum(), w, create_graph=True)
+    assert gradient.shape == w.shape
+    assert not w.main_grad.any()
 
 
 def test_surroundings_of_training():
@@ -606,7 +658,7 @@ def test_a_compiled_function_notices_whether_it_may_store():
     graphs = []
 
     def noted(graph, _):
-        graphs.append([n.args[-1] for n in graph.graph.nodes if "fused_gemm_grad" in str(n.target)])
+        graphs.append(["fused_gemm_grad" in str(n.target) for n in graph.graph.nodes if "fused" in str(n.target)])
         return graph
 
     function = torch.compile(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), backend=noted, fullgraph=True)
@@ -622,6 +674,15 @@ def test_a_compiled_function_notices_whether_it_may_store():
             d = co.gemm_bias_gelu(a, w.t(), bias)
         return co.gemm_bias_gelu(d, w, a[:1, :].detach())
 
+    class Inside(torch.nn.Module):
+        @co.recompute()
+        def forward(self, a, w, bias):
+            return co.gemm_bias_gelu(a, w.t(), bias)
+
+    for decorated in (co.recompute()(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias)), Inside()):
+        graphs.clear()
+        torch.compile(decorated, backend=noted, fullgraph=True)(*given)
+        assert graphs == [[True]]
     graphs.clear()
     torch.compile(inside, backend=noted, fullgraph=True)(*given)
     assert graphs == [[True, False]]

@@ -47,6 +47,10 @@ SAID = {
     "a tensor in the language": (
         lambda: co.e.quantize(X, "e4m3"), EpilogueError, "co.e.quantize works .*: for tensors call co.quantize",
     ),
+    "scales of rows, turned": (
+        lambda: co.scaled_gemm(A, B, torch.ones(1, len(A)), torch.ones(N)), ValueError,
+        r"^scale_a has shape \(1, 8\): scales of rows are \(8,\) or \(8, 1\), so pass scale_a\.t\(\)",
+    ),
     "a gate's blocks": (
         lambda: co.gemm_swiglu(A, B, B, scale_a=BLOCKS[0], scale_b=1.0, scale_up=1.0), ValueError,
         r"^scale_a has shape \(8, 2\), as scales of blocks do, .* takes one for each row: call scaled_gemm",

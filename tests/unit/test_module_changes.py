@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrize, prune
 
@@ -247,6 +248,29 @@ def test_an_activation_is_read_only_and_extents_are_as_given():
     ):
         with pytest.raises(ValueError, match=said):
             co.nn.DecoderBlock(*arguments)
+
+
+@pytest.mark.parametrize("kind", [co.nn.RMSNormLinear, co.nn.LayerNormLinear])
+def test_a_folded_weight_may_be_swapped(kind):
+    """As PyTorch's loading and conversions may do, which no weak reference allows."""
+    made, x = kind(K, HIDDEN, dtype=BF16), torch.randn(5, K).to(BF16)
+    made.fold()
+    with torch.no_grad():
+        before = made(x)
+        torch.utils.swap_tensors(made.linear.weight, nn.Parameter(torch.randn(HIDDEN, K).to(BF16)))
+        other = kind(K, HIDDEN, dtype=BF16)
+        other.load_state_dict(made.state_dict())
+        other.fold()
+        assert torch.equal(made(x), other(x))
+        assert not torch.equal(made(x), before)
+
+
+@pytest.mark.parametrize("kind", [co.nn.RMSNormLinear, co.nn.LayerNormLinear])
+def test_a_module_of_fake_tensors_is_folded(kind):
+    with FakeTensorMode(), torch.no_grad():
+        made = kind(K, HIDDEN, dtype=BF16)
+        made.fold()
+        assert made(torch.randn(5, K).to(BF16)).shape == (5, HIDDEN)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # PyTorch's own

@@ -375,6 +375,16 @@ ERRORS = {
     "eps twice": (lambda: co.rmsnorm_gemm(X, W, eps=EPS, rstd=SUMS), TypeError, "eps and rstd are both given"),
     "eps as text": (lambda: co.rmsnorm_gemm(X, W, eps="1e-5"), TypeError, "^eps must be a number"),
     "rstd in 16 bits": (lambda: co.rmsnorm_gemm(X, W, rstd=X[:, 0]), TypeError, r"^rstd is torch\.bfloat16: pass FP32"),
+    "a statistic in 16 bits": (
+        lambda: co.rmsnorm_gemm(X, W, rstd=co.RowStatistic(X[:, 0], 8, EPS)),
+        TypeError, r"^rstd\.sum_square is torch\.bfloat16: pass FP32",
+    ),
+    "no eps of a residual": (
+        lambda: co.gemm_residual_rms(X, W, TILE, eps=None), TypeError, "^eps must be a number .*, not NoneType",
+    ),
+    "prepared twice": (
+        lambda: co.prepare_layernorm(co.prepare_layernorm(W)), TypeError, r"^w must be .*: pass w\.matrix, or call",
+    ),
     "rstd as a number": (lambda: co.rmsnorm_gemm(X, W, rstd=1.0), TypeError, r"^rstd must be a torch\.Tensor"),
     "rstd of other rows": (lambda: co.rmsnorm_gemm(X, W, rstd=torch.ones(5)), ValueError, r"^rstd has shape \(5,\)"),
     "another tensor's statistic": (

@@ -286,6 +286,19 @@ def test_symbolic_trace_holds_the_op():
     assert co.gemm_bias_relu in [n.target for n in graph.graph.nodes]
 
 
+def test_an_epilogue_is_defined_outside_of_what_is_compiled():
+    def function(x):
+        @co.epilogue
+        def mine(acc, bias: co.Row):
+            return co.e.relu(acc + bias)
+
+        return co.gemm(x, W, epilogue=mine, bias=BIAS)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"define it outside of the function that torch\.compile"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(X)
+    assert torch.equal(torch.compile(function, backend="aot_eager")(X), function(X))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_holds_the_operator(strict, dynamic):

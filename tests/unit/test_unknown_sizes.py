@@ -1,0 +1,100 @@
+"""Calls in programs whose extents depend on data, such as the rows that a mask selects."""
+
+import pytest
+import torch
+
+import cutlass_ops as co
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+T, M, N, K, EXPERTS = 8, 4, 32, 16, 3
+
+X, W, BIAS, GAMMA = (torch.randn(s).to(BF16) for s in ((T, K), (K, N), (N,), (K,)))
+ADDED, COL = torch.randn(T, N).to(BF16), torch.rand(T)
+XS, WS, ADDEDS = (torch.randn(T, *s).to(BF16) for s in ((M, K), (K, N), (M, N)))
+EXPERT_W, XE = torch.randn(EXPERTS, K, N).to(BF16), torch.randn(EXPERTS, T, K).to(BF16)
+ONES, OFFSETS = torch.ones(EXPERTS, dtype=torch.int32), torch.tensor([1, 2, T], dtype=torch.int32)
+X8, W8 = torch.randn(T, 256).to(E4M3), torch.randn(N, 256).to(E4M3).t()
+BLOCKS = torch.rand(T, 2), torch.rand(1, 2)
+
+
+@co.epilogue
+def scaled(acc, scale: co.Col, bias: co.Row, residual: co.Tile):
+    d = acc * scale + bias + residual
+    return {"d": d, "squares": co.sum(d * d, dim=1), "largest": co.amax(d, dim=0)}
+
+
+# Each takes the rows that are selected. A second element says whether gradients are asked for.
+CALLS = {
+    "rows": lambda i: co.gemm(X[i], W),
+    "bias": lambda i: co.gemm_bias_gelu(X[i], W, BIAS),
+    "of all kinds": lambda i: co.gemm(X[i], W, epilogue=scaled, scale=COL[i], bias=BIAS, residual=ADDED[i]),
+    "leading dimensions": lambda i: co.gemm_bias_residual(XS[i], W, BIAS, ADDEDS[i]),
+    "batches": lambda i: co.gemm_residual(XS[i], WS[i], ADDEDS[i]),
+    "batches of weights": lambda i: co.gemm_bias(XS[:1], WS[i], BIAS),
+    "rmsnorm": lambda i: co.rmsnorm_gemm(X[i], W, GAMMA, eps=1e-6),
+    "layernorm": lambda i: co.layernorm_gemm(X[i], W, GAMMA, GAMMA, eps=1e-6),
+    "swiglu": lambda i: co.gemm_swiglu(X[i], W, W),
+    "residual rms": lambda i: co.gemm_residual_rms(X[i], W, ADDED[i], eps=1e-6)[0],
+    "experts": lambda i: co.grouped_gemm(X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0])),
+    "masked": lambda i: co.grouped_gemm_masked(XE[:, i], EXPERT_W, i.shape[0] * ONES),
+    "MLP": lambda i: MODULES["MLP"](X[i]),
+    "GatedMLP": lambda i: MODULES["GatedMLP"](X[i]),
+    "RMSNormLinear": lambda i: MODULES["RMSNormLinear"](X[i]),
+}
+WITHOUT = {
+    "FP8": lambda i: co.scaled_gemm(X8[i], W8, COL[i], BIAS.float(), out_dtype=BF16),
+    "FP8 blocks": lambda i: co.scaled_gemm(X8[i], W8, BLOCKS[0][i], BLOCKS[1], out_dtype=BF16),
+    "quantize": lambda i: co.quantize(X[i], "e4m3", block=128)[0],
+}
+MODULES = {
+    "MLP": co.nn.MLP(K, N, dtype=BF16),
+    "GatedMLP": co.nn.GatedMLP(K, N, dtype=BF16),
+    "RMSNormLinear": co.nn.RMSNormLinear(K, N, dtype=BF16),
+}
+
+
+def program_of(call):
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        function = torch.compile(lambda mask: call(mask.nonzero().squeeze(1)), backend="aot_eager", fullgraph=True)
+        function(torch.tensor([1, 0, 1, 1, 0, 1, 1, 0], dtype=torch.bool))  # traced
+    return function
+
+
+def chosen():
+    return [torch.arange(T) % 3 > 0, torch.arange(T) == 2, torch.zeros(T, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("name", [*CALLS, *WITHOUT])
+@torch.no_grad()
+def test_a_program_serves_any_number_of_rows(name):
+    call = (CALLS | WITHOUT)[name]
+    function = program_of(call)
+    for mask in chosen():
+        found, wanted = function(mask), call(mask.nonzero().squeeze(1))
+        for x, y in zip(*((d if isinstance(d, (list, tuple)) else [d]) for d in (found, wanted)), strict=True):
+            torch.testing.assert_close(x.float(), y.float())
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "masked"])
+def test_gradients_of_any_number_of_rows(name):
+    leaves = [X, W, BIAS, GAMMA, ADDED, COL, XS, WS, ADDEDS, EXPERT_W]
+    leaves += [p for module in MODULES.values() for p in module.parameters()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    try:
+        function = program_of(CALLS[name])
+        for mask in chosen():
+            both = []
+            for called in (lambda m=mask: function(m), lambda m=mask: CALLS[name](m.nonzero().squeeze(1))):
+                d = called()
+                d = d[0] if isinstance(d, (list, tuple)) else d
+                both.append(torch.autograd.grad(d.float().square().sum(), leaves, allow_unused=True))
+            assert any(x is not None for x in both[1])
+            for x, y in zip(*both, strict=True):
+                assert (x is None) == (y is None)
+                if x is not None:
+                    torch.testing.assert_close(x.float(), y.float())
+    finally:
+        for leaf in leaves[:10]:
+            leaf.requires_grad_(False)
