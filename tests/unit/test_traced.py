@@ -226,28 +226,38 @@ def test_what_is_no_seed_is_refused(seed, error):
         with_seed(seed)
 
 
+OFFSETS = torch.tensor([1, 2], dtype=torch.int32)
+WRITING = {
+    "dense": lambda x, out: co.gemm(x, W.t(), out=out),
+    "groups": lambda x, out: co.grouped_gemm(x, torch.stack([W, W]).mT, OFFSETS, out=out),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_view_whose_place_changes_is_written_where_it_is(backend):
+def test_a_view_whose_place_changes_is_written_where_it_is(backend, name):
     """Inductor would write the same place each time, by an operator that writes."""
 
     def step(cache, x, at):
-        co.gemm(x, W.t(), out=cache[at])
+        WRITING[name](x, cache[at])
         return cache.sum()
 
     cache, compiled = (
         torch.zeros(4, len(X), len(W), dtype=X.dtype),
         torch.compile(step, fullgraph=True, backend=backend),
     )
-    wanted = co.gemm(X, W.t())
+    wanted = torch.zeros_like(cache[0])
+    WRITING[name](X, wanted)
     for at in range(4):
         compiled(cache, X, at)
     assert all(torch.equal(each, wanted) for each in cache)
 
 
-def test_a_compiled_call_that_writes_what_a_backward_reads_is_refused():
+@pytest.mark.parametrize("name", WRITING)
+def test_a_compiled_call_that_writes_what_a_backward_reads_is_refused(name):
     def step(z, out):
         y = z * out
-        co.gemm(X, W.t(), out=out)
+        WRITING[name](X, out)
         return y
 
     z, out = torch.ones(len(X), len(W), dtype=X.dtype, requires_grad=True), torch.ones(len(X), len(W), dtype=X.dtype)
