@@ -13,6 +13,7 @@ import codecs
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -84,6 +85,8 @@ def main() -> None:
     """Run the command line; errors become one message and an exit code."""
     # SIGTERM acts like an interrupt, so that compilers are stopped and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if sys.stderr is None:  # it is closed: messages would go to standard output, into the JSON
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         # Output of compilers and paths may have characters that the locale lacks.
         if isinstance(stream, io.TextIOWrapper):

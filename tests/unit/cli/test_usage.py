@@ -143,6 +143,12 @@ def test_a_full_disk_behind_standard_output(kit, command):
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+def test_json_is_alone_on_standard_output_if_standard_error_is_closed():
+    command = f"exec {sys.executable} -m cutlass_ops explain gemm 0x2x3 --json 2>&-"
+    done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (2, "UsageError")
+
+
 def test_help_names_the_commands(run):
     code, out, _ = run("--help")
     assert code == 0
