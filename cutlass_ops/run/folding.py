@@ -52,12 +52,10 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
         # Called for each norm of a model: the checks would take several times as long as PyTorch's own part.
         column = gamma.unsqueeze(1)
         return torch.mul(w, column, out=w.new_empty_strided(w.shape, strides)) if strides else torch.mul(w, column)
-    if watching.is_differentiated(w, gamma):
-        # The same values by operations that autograd knows.
-        _check(name, w, "gamma", gamma)
-        return (w * gamma[:, None]).to(w.dtype)
     if watching.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
+    if watching.is_differentiated(w, gamma):
+        return fold_recorded(w, gamma, name)
     found = fold_checked(w, gamma, name)
     if layout is not None:
         if len(_KNOWN) >= _MOST_KNOWN:
@@ -92,6 +90,12 @@ def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     _check(name, w, "gamma", gamma)
     matrices.matrix(name, w, element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
+
+
+def fold_recorded(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    """Do as :func:`fold_checked`, by operations that autograd knows."""
+    _check(name, w, "gamma", gamma)
+    return (w * gamma[:, None]).to(w.dtype)
 
 
 def quantize(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -187,8 +191,6 @@ def column_sums(matrix: Tensor) -> Tensor:
     TypeError, ValueError
         If `matrix` is not a tensor of two dimensions.
     """
-    if watching.is_differentiated(matrix):
-        return column_sums_checked(matrix)
     if watching.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
     return column_sums_checked(matrix)
@@ -210,8 +212,6 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         If an argument does not fit.
     """
-    if watching.is_differentiated(row, w):
-        return row_times_checked(name, row, w)
     if watching.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
     return row_times_checked(name, row, w)

@@ -36,6 +36,22 @@ def _recorded(name: str, record: Callable[..., Any], plain: Callable[..., Any]) 
     traced.override(name, autograd, "Autograd")
 
 
+def _values_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs an operator without a record.
+
+    Only where something else listens does PyTorch dispatch again: that takes as long as the rest.
+    """
+    operator = getattr(torch.ops.cutlass_ops, name).default
+
+    def plain(*arguments: Any) -> Any:
+        if watching.is_watched() or not all(map(_is_memory, _tensors(arguments))):
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*arguments)
+        return run(*arguments)
+
+    return plain
+
+
 def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for given in arguments:
@@ -44,15 +60,6 @@ def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
         elif isinstance(given, list):
             found += [x for x in given if isinstance(x, Tensor)]
     return found
-
-
-def _run_or_dispatch(op: str, a: Tensor, b: Tensor, tensors: list[Tensor] | None, *rest: Any) -> Any:
-    """Run fused_gemm. Only where something else listens does PyTorch dispatch again, which takes long."""
-    given = (a, b, *tensors) if tensors else (a, b)
-    if watching.is_watched() or not all(map(_is_memory, given)):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.cutlass_ops.fused_gemm.default(op, a, b, tensors, *rest)
-    return traced.run(op, a, b, tensors, *rest)  # type: ignore[no-untyped-call]
 
 
 def _is_memory(x: Tensor) -> bool:
@@ -68,7 +75,7 @@ def _late_and_recorded(schema: str, module: str) -> None:
     traced.override(name, traced.refuse_vmap, "FuncTorchBatched")
 
 
-_recorded("fused_gemm", _late("recorded", "record"), _run_or_dispatch)
+_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run))
 _late_and_recorded(
     f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]", "recorded"
 )
@@ -88,18 +95,16 @@ traced.declare(
 for _name in ("quantize", "quantize_out"):
     traced.override(_name, traced.refuse_vmap, "FuncTorchBatched")
 
-traced.declare(
-    "fold(Tensor w, Tensor gamma, str name) -> Tensor",
-    _late("folding", "fold_checked"),
-    _late("folding", "folded_shape"),
-)
-traced.declare(
-    "column_sums(Tensor matrix) -> Tensor",
-    _late("folding", "column_sums_checked"),
-    _late("folding", "a_value_a_column"),
-)
-traced.declare(
-    "row_times(str name, Tensor row, Tensor w) -> Tensor",
-    _late("folding", "row_times_checked"),
-    _late("folding", "row_times_shape"),
+
+def _of_folding(schema: str, run: str, shape: str, record: str) -> None:
+    """Register an operator of folding: `record` computes the same by operations that autograd knows."""
+    name = schema.partition("(")[0]
+    traced.declare(schema, _late("folding", run), _late("folding", shape))
+    _recorded(name, _late("folding", record), _values_of(name, _late("folding", run)))
+
+
+_of_folding("fold(Tensor w, Tensor gamma, str name) -> Tensor", "fold_checked", "folded_shape", "fold_recorded")
+_of_folding("column_sums(Tensor matrix) -> Tensor", "column_sums_checked", "a_value_a_column", "column_sums_checked")
+_of_folding(
+    "row_times(str name, Tensor row, Tensor w) -> Tensor", "row_times_checked", "row_times_shape", "row_times_checked"
 )

@@ -271,7 +271,7 @@ def test_exported_programs_have_gradients(recorded, decomposed):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("block", [co.nn.MLP, co.nn.GatedMLP])
+@pytest.mark.parametrize("block", [co.nn.MLP, co.nn.GatedMLP, co.nn.RMSNormLinear, co.nn.LayerNormLinear])
 def test_a_traced_module_passes_the_tracers_own_check(block):
     module, x = block(16, 32, dtype=BF16), torch.randn(4, 16).to(BF16)
     found = torch.jit.trace(module, (x,))(x)
