@@ -19,15 +19,23 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
 def same(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two shapes are the same for all that a tracer knows."""
-    return len(shape) == len(other) and all(surely(x == y) for x, y in zip(shape, other, strict=True))
+    if len(shape) != len(other):
+        return False
+    # Loops: each new number of rows comes by here.
+    for x, y in zip(shape, other, strict=True):
+        equal = x == y
+        if equal is not True and not surely(equal):
+            return False
+    return True
 
 
 def repeats(tensor: Tensor) -> bool:
     """Whether one place in memory is several elements."""
-    return any(
-        surely(stride == 0) and not surely(extent <= 1)
-        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        apart = stride != 0
+        if apart is not True and surely(stride == 0) and not surely(extent <= 1):
+            return True
+    return False
 
 
 def has_one_element(value: Tensor) -> bool:
