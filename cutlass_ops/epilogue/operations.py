@@ -6,8 +6,8 @@ them in C++, and :mod:`cutlass_ops.run.reference` holds the same table for PyTor
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 from enum import Enum
 from typing import NamedTuple
 
@@ -405,8 +405,4 @@ REDUCTIONS: dict[str, ReductionInfo] = {
 
 def to_fp32(value: float) -> float:
     """Round to the nearest FP32 value, ties to even; beyond FP32's range that is an infinity."""
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded
+    return ctypes.c_float(value).value  # PyTorch's tracer does not end on struct.pack

@@ -270,6 +270,20 @@ def test_exported_programs_have_gradients(recorded, decomposed):
         assert torch.equal(found.grad, wanted.grad)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autograd_may_be_compiled_where_the_forward_is_not(compiled):
+    torch._dynamo.reset()
+    module, x = co.nn.GatedMLP(16, 32, dtype=BF16), torch.randn(4, 16).to(BF16)
+    parameters = list(module.parameters())
+    wanted = torch.autograd.grad(module(x).float().sum(), parameters)
+    forward = torch.compile(module, backend="aot_eager") if compiled else module
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        forward(x).float().sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, wanted, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("block", [co.nn.MLP, co.nn.GatedMLP, co.nn.RMSNormLinear, co.nn.LayerNormLinear])
 def test_a_traced_module_passes_the_tracers_own_check(block):
