@@ -23,13 +23,19 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _recorded(name: str, record: Callable[..., Any], plain: Callable[..., Any]) -> None:
+def _recorded(
+    name: str, record: Callable[..., Any], plain: Callable[..., Any], warm: Callable[..., Any] | None = None
+) -> None:
     """Have `record` run where autograd records a call of an operator, and `plain` where only values are wanted.
 
-    Not by torch.library.register_autograd, which takes no None for an empty list and refuses only after the call.
+    Not by torch.library.register_autograd, which takes no None for an empty list and refuses only after the call. What
+    `warm` returns is the result, unless it is None.
     """
 
     def autograd(*arguments: Any) -> Any:
+        # All that follows takes as long as a call by a remembered plan.
+        if warm is not None and (results := warm(*arguments)) is not None:
+            return results
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(arguments))
         return (record if is_recorded else plain)(*arguments)
 
@@ -37,10 +43,7 @@ def _recorded(name: str, record: Callable[..., Any], plain: Callable[..., Any]) 
 
 
 def _values_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs an operator without a record.
-
-    Only where something else listens does PyTorch dispatch again: that takes as long as the rest.
-    """
+    """Return what runs an operator without a record. If something else listens, PyTorch has to dispatch again."""
     operator = getattr(torch.ops.cutlass_ops, name).default
 
     def plain(*arguments: Any) -> Any:
@@ -75,7 +78,7 @@ def _late_and_recorded(schema: str, module: str) -> None:
     traced.override(name, traced.refuse_vmap, "FuncTorchBatched")
 
 
-_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run))
+_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run), traced.run_warm)
 _late_and_recorded(
     f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]", "recorded"
 )

@@ -56,6 +56,10 @@ class Portable(ABC):
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, hidden from modes."""
 
+    def run_warm(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run it as such a call ran before; None if there was none, or if its arguments need checking."""
+        return None
+
     @abstractmethod
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None

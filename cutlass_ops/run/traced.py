@@ -327,7 +327,18 @@ def inputs_of(
 
 def run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Return the results of an operator that autograd does not record."""
-    found = portable.find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
+    return _listed(portable.find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype))
+
+
+def run_warm(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Return the results of a call that only repeats another one; None of any other."""
+    if watching.is_watched():
+        return None
+    found = portable.find(op).run_warm(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
+    return None if found is None else _listed(found)
+
+
+def _listed(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 

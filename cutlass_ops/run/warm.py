@@ -139,9 +139,12 @@ class Warm(portable.Portable):
 
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
-        inputs = self.numbers(inputs)
-        results = self._run_warm(a, b, inputs, out, out_dtype)
-        return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+        results = self.run_warm(a, b, inputs, out, out_dtype)
+        return self._run_cold(a, b, self.numbers(inputs), out, out_dtype) if results is None else results
+
+    def run_warm(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run it by a remembered plan; None if there is none, or if its arguments need checking."""
+        return self._run_warm(a, b, self.numbers(inputs), out, out_dtype)
 
     def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return inputs with those that are numbers as a kernel takes them."""
