@@ -151,7 +151,7 @@ def test_modules_compile_as_one_graph_forward_and_backward(name, backend):
 
 
 @pytest.mark.parametrize(("name", "strict"), in_turn(MODULES, (False, True)))
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The given buffer is not writable")  # PyTorch's own
 def test_modules_are_exported(name, strict, tmp_path):
     module, given = made(name)
     given = tuple(x.detach() for x in given)
