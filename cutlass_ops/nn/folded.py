@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cutlass_ops.run import watching
+
 
 class _Seen(NamedTuple):
     """What a parameter was.
@@ -82,12 +84,14 @@ class Folded:
         for p in parameters:
             if p.is_inference():
                 return None
-        if self.value is None or len(parameters) != len(self._seen):
-            return self.fold(make, sources)
-        for seen, p in zip(self._seen, parameters, strict=True):
-            if not seen.is_still(p):
-                return self.fold(make, sources)
-        return self.value
+        if self.value is not None and len(parameters) == len(self._seen):
+            for seen, p in zip(self._seen, parameters, strict=True):
+                if not seen.is_still(p):
+                    break
+            else:
+                return self.value
+        # What a mode watches may be made of tensors that mean nothing outside of it.
+        return None if watching.is_watched() else self.fold(make, sources)
 
     def drop(self) -> None:
         """Forget it, ahead of a training step: fused optimizers write parameters without counting it as a change."""

@@ -125,6 +125,10 @@ class NormLinear(torch.nn.Module):
         self._drop()  # parameters are elsewhere from here on
         return super()._apply(*args, **named)  # type: ignore[no-untyped-call]
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._drop()  # PyTorch's tracer would take what was folded before
+        super()._load_from_state_dict(*args)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_folded": None}
 

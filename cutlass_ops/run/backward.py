@@ -165,6 +165,9 @@ def is_asked(x: Tensor) -> bool:
 
     Autograd tells a Python function only what might be asked for, when it runs forward.
     """
+    # A view that was made without gradients may require them, and be no node.
+    if x._is_view() and x.grad_fn is None:
+        return True
     try:
         return torch._C._will_engine_execute_node(_node(x))
     except RuntimeError:  # a leaf of which torch.autograd.grad returns the gradient, or a backward without the engine
@@ -216,7 +219,8 @@ def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
             f"{parameter.device}"
         )
     of_parameter: Tensor = found
-    return MainGrad(parameter, of_parameter if whole else of_parameter.mT)
+    # What is multiplied may be a copy of the parameter that torch.autocast asks for.
+    return MainGrad(getattr(parameter, "main_grad_of", parameter), of_parameter if whole else of_parameter.mT)
 
 
 def _lies_as(x: Tensor, y: Tensor) -> bool:
@@ -425,7 +429,7 @@ class Step:
 
     def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the gradient of A, of the accumulator's, products' and gathered values' gradients."""
-        a, k = self.a, max(self.k, 1)
+        a, k = self.a, 1 if surely(self.k == 0) else self.k
         parts = [(leaves[leaf], weight) for leaf, weight in self.weights.items() if leaf in leaves]
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
         mean, square = (leaves.get(gathered_leaf(name)) for name in ("mean_of_a", "mean_square_of_a"))
@@ -619,7 +623,7 @@ class _BatchedStep(Step):
             return None
         # What batches share is added up before it is rounded.
         dtype = self.wide if is_shared else weight.dtype
-        turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
+        turned = surely(weight.stride(-2) == 1) and not surely(weight.stride(-1) == 1)
         found = self.product(gradient.mT, a, dtype).mT if turned else self.product(a.mT, gradient, dtype)
         found = self._of_shared(found, weight.shape)
         if into is not None:
@@ -691,7 +695,7 @@ def step_of(called: Portable, a: Tensor, b: Tensor, values: Values) -> Step:
 
 
 def _is_col_major(matrix: Tensor) -> bool:
-    return matrix.ndim == 2 and matrix.stride(0) == 1 and matrix.stride(1) != 1
+    return matrix.ndim == 2 and surely(matrix.stride(0) == 1) and not surely(matrix.stride(1) == 1)
 
 
 def _alike(gradient: Tensor, x: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
     if not _fits(lead, shape) or (last != own and not repeats):
         return None
     if _repeats(value, own):
-        value = value.expand(*lead, *own).contiguous()
+        # PyTorch finds any strides of nothing contiguous.
+        value = value.expand(*lead, *own).contiguous() if value.numel() else value.new_empty(*lead, *own)
     if surely(value.numel() == _size(own)):
         return value.reshape(own)
     return value.expand(*shape, *own)

@@ -162,6 +162,8 @@ class _Chained(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        if watching.is_batched(grad):
+            raise NotImplementedError(watching.NO_TRANSFORM)
         pair, count = ctx.pair, ctx.count
         a, b1, b2, between, *others = saved_of(ctx)
         total = count + len(pair.second.called.graph.inputs)
@@ -213,7 +215,8 @@ def _adds_columns(graph: Graph) -> bool:
 def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Return gradients that can be differentiated again: those of the two ops one after the other."""
     count, needed = ctx.count, ctx.needs_input_grad[2:]
-    every = (a, b1, b2, *inputs)
+    # Each by itself: one may be the other, or depend on it, as a residual on A.
+    every = a, b1, b2, *inputs = [x.view_as(x) for x in (a, b1, b2, *inputs)]
     with traced.recompute():
         between = pair.first.called.as_list(a, b1, *inputs[:count])[0]
         d = pair.second.called.as_list(between, b2, *inputs[count:], out_dtype=ctx.out_dtype)[0]

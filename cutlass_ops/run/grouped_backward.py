@@ -22,6 +22,7 @@ from cutlass_ops.epilogue.nodes import Kind, Node, Output
 from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Step, Values
 from cutlass_ops.run.portable import Portable
+from cutlass_ops.run.sizes import surely
 
 # Columns of ones by which rows are added up: a line of 16 bytes.
 _ONES = 8
@@ -186,7 +187,7 @@ class GroupedStep(Step):
             op(first.mT, second, self.offsets, total, out=total)
             return None
         # Of weights (E, N, K) passed as w.mT, the gradient is that of w, transposed.
-        turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
+        turned = surely(weight.stride(-2) == 1) and not surely(weight.stride(-1) == 1)
         first, second = (gradient, self.a) if turned else (self.a, gradient)
         found = self._of_rows(first, second, weight.dtype)
         return found.mT if turned else found

@@ -14,7 +14,7 @@ from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches, scalars, watching
-from cutlass_ops.run.sizes import repeats, surely
+from cutlass_ops.run.sizes import repeats, same, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
 
 # Inputs that may come in other shapes than a kernel takes.
@@ -256,7 +256,7 @@ def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int,
     shape = tuple(value.shape)
     if kind is Kind.ROW and value.ndim > 1 and shape[-1:] == wanted and value.numel() == wanted[0]:
         value = value.reshape(wanted)
-    elif kind is Kind.COL and shape in ((*wanted, 1), (*flat, 1)):
+    elif kind is Kind.COL and (same(shape, (*wanted, 1)) or same(shape, (*flat, 1))):
         value = value.squeeze(-1)
     elif kind is Kind.TILE:
         for full in (wanted, flat):

@@ -95,6 +95,7 @@ traced.declare(
     _late("quantizing", "run_out"),
     lambda *_: None,
 )
+traced.count_changes("quantize_out", lambda *arguments: arguments[-2:])
 for _name in ("quantize", "quantize_out"):
     traced.override(_name, traced.refuse_vmap, "FuncTorchBatched")
 

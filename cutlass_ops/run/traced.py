@@ -385,9 +385,31 @@ def override(name: str, run: Callable[..., Any], key: str) -> None:
     _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
 
 
+def count_changes(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
+    """Have autograd notice what an operator overwrites.
+
+    Parameters
+    ----------
+    name : str
+        The operator.
+    written : callable
+        Takes its arguments, and returns the tensors that it writes.
+    """
+    operator = getattr(torch.ops.cutlass_ops, name).default
+
+    def run(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            found = operator(*arguments)
+        torch.autograd.graph.increment_version(written(*arguments))
+        return found
+
+    override(name, run, "ADInplaceOrView")
+
+
 # Numbers come with their positions, since some tracers do not support lists of optional tensors.
 ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
 declare(f"fused_gemm({ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", run, shapes)
 declare(f"fused_gemm_out({ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)
 for _name in ("fused_gemm", "fused_gemm_out"):
     override(_name, refuse_vmap, "FuncTorchBatched")
+count_changes("fused_gemm_out", lambda *arguments: arguments[-1])

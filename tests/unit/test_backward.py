@@ -512,6 +512,37 @@ def test_a_weight_s_gradient_is_computed_where_it_is_asked_for():
         assert len(calls.names) == products, calls.names
 
 
+@pytest.mark.parametrize("shape", ["whole", "in a buffer", "of longer lines"])
+def test_a_parameter_that_autocast_casts_has_its_main_grad(shape):
+    data = {
+        "whole": torch.randn(8, 16),
+        "in a buffer": torch.randn(400)[128:256].view(8, 16),
+        "of longer lines": torch.randn(8, 24)[:, :16],
+    }[shape]
+    x, w = torch.randn(6, 16), torch.nn.Parameter(data)
+    w.main_grad = torch.zeros(8, 16)
+
+    def product():
+        with torch.autocast("cpu", dtype=BF16):
+            return co.gemm(x, w.t()).float().sum()
+
+    (wanted,) = torch.autograd.grad(product(), w)
+    assert not w.main_grad.any()
+    product().backward()
+    assert w.grad is None
+    torch.testing.assert_close(w.main_grad, wanted, rtol=0.02, atol=0.02)
+
+
+def test_a_view_that_was_made_without_gradients_is_an_operand():
+    w, x = torch.nn.Parameter(torch.randn(8, 16).to(BF16)), torch.randn(6, 16).to(BF16).requires_grad_()
+    with torch.no_grad():
+        view = w.t()
+    for a, b in ((x, view), (view.t(), x.t())):
+        (found,) = torch.autograd.grad(co.gemm(a, b).float().sum(), x)
+        (wanted,) = torch.autograd.grad((a.float() @ b.float()).sum(), x)
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward..  with create_graph")  # PyTorch's own
 def test_a_main_grad_that_does_not_fit_is_refused():
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))

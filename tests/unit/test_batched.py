@@ -783,3 +783,8 @@ def test_programs_quantise_batches():
     found = compiled(a, b, bias)
     assert torch.equal(found.d_scale, wanted.d_scale)
     assert found.d_scale.stride() == wanted.d_scale.stride()
+
+
+def test_a_tile_of_no_batches_may_be_broadcast():
+    a, b, residual = torch.zeros(0, 3, 4, 16).bfloat16(), torch.zeros(3, 16, 8).bfloat16(), torch.zeros(0, 3, 1, 8)
+    assert co.gemm_residual(a, b, residual.bfloat16()).shape == (0, 3, 4, 8)

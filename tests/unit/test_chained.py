@@ -117,6 +117,22 @@ def test_a_step_of_a_chain_launches_an_elementwise_kernel_only_where_columns_are
     assert [co.check(spec) for spec in device.loaded] == [()] * len(device.loaded)
 
 
+@pytest.mark.parametrize("block", [co.nn.MLP(8, 16, dtype=torch.bfloat16), co.nn.GatedMLP(8, 16, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("norm", [torch.nn.Identity(), torch.nn.RMSNorm(8, dtype=torch.bfloat16)])
+def test_a_residual_may_be_the_input_or_what_it_is_made_of(block, norm):
+    x = torch.randn(5, 8).bfloat16().requires_grad_()
+    once, again = (
+        torch.autograd.grad(block(norm(x), residual=x).float().sum(), x, create_graph=each)[0] for each in (False, True)
+    )
+    torch.testing.assert_close(again, once, rtol=0.02, atol=0.02)
+
+
+def test_a_batch_of_gradients_is_refused():
+    block, x = co.nn.MLP(8, 16, dtype=torch.bfloat16), torch.randn(5, 8).bfloat16().requires_grad_()
+    with pytest.raises(NotImplementedError, match="does not support"):
+        torch.autograd.grad(block(x), x, torch.ones(2, 5, 8).bfloat16(), is_grads_batched=True)
+
+
 def test_a_chain_can_be_differentiated_again():
     mine, theirs, shapes = PAIRS["gelu"]
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrize, prune
 
@@ -263,6 +264,24 @@ def test_a_folded_weight_may_be_swapped(kind):
         other.fold()
         assert torch.equal(made(x), other(x))
         assert not torch.equal(made(x), before)
+
+
+@pytest.mark.parametrize("kind", [co.nn.RMSNormLinear, co.nn.LayerNormLinear])
+@torch.no_grad()
+def test_what_is_folded_is_not_of_a_tracer_nor_of_weights_before(kind):
+    made, x = kind(K, HIDDEN, dtype=BF16), torch.randn(5, K).to(BF16)
+    made.fold()
+    made.linear.weight.mul_(2)
+    make_fx(made, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    other = kind(K, HIDDEN, dtype=BF16)
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(made(x), other(x))
+    made.load_state_dict(kind(K, HIDDEN, dtype=BF16).state_dict())
+    wanted = copy.deepcopy(made)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        torch.compile(made, backend="aot_eager", fullgraph=True)(x), wanted, rtol=0.05, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("kind", [co.nn.RMSNormLinear, co.nn.LayerNormLinear])

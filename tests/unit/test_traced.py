@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
@@ -263,6 +264,19 @@ def test_a_compiled_call_that_writes_what_a_backward_reads_is_refused(name):
     z, out = torch.ones(len(X), len(W), dtype=X.dtype, requires_grad=True), torch.ones(len(X), len(W), dtype=X.dtype)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(z, out).sum().backward()
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_autograd_notices_what_a_watched_call_writes(name):
+    factor, out = (
+        torch.ones(len(X), len(W), dtype=X.dtype, requires_grad=True),
+        torch.ones(len(X), len(W), dtype=X.dtype),
+    )
+    product = (factor * out).sum()
+    with FlopCounterMode(display=False):
+        WRITING[name](X, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 def test_rows_of_no_group_stay_as_they_are_in_a_compiled_program():

@@ -32,6 +32,8 @@ CALLS = {
     "batches": lambda i: co.gemm_residual(XS[i], WS[i], ADDEDS[i]),
     "batches of weights": lambda i: co.gemm_bias(XS[:1], WS[i], BIAS),
     "rmsnorm": lambda i: co.rmsnorm_gemm(X[i], W, GAMMA, eps=1e-6),
+    "rmsnorm, leading dimensions": lambda i: co.rmsnorm_gemm(X[i][None], W, GAMMA, eps=1e-6),
+    "K": lambda i: co.gemm(X[i].t().contiguous(), ADDED[i]),
     "layernorm": lambda i: co.layernorm_gemm(X[i], W, GAMMA, GAMMA, eps=1e-6),
     "swiglu": lambda i: co.gemm_swiglu(X[i], W, W),
     "residual rms": lambda i: co.gemm_residual_rms(X[i], W, ADDED[i], eps=1e-6)[0],
