@@ -98,7 +98,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             "",
             "A test that fails is run again alone, as pairs run side by side on few cores.",
             "",
-            "| Python | PyTorch | passed | of these only alone | failed | date |",
+            "| Python | PyTorch | passed | passed only when run alone | failed | date |",
             "|---|---|---|---|---|---|",
             *rows,
             "",

@@ -200,6 +200,8 @@ def require_wheel(name: str, version: str | None) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a valid package name: use letters, digits, '-', '_' and '.'")
+    if re.sub(r"[-_.]+", "-", name).lower() == "cutlass-ops":
+        raise ValueError(f"{name!r} is this library, which the wheel would replace: use a name of your own")
     if version is not None and not _VERSION.fullmatch(version):
         raise ValueError(f"{version!r} is not a valid package version: use a version such as 1.2 or 1.2.post1")
 

@@ -8,7 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -485,9 +485,13 @@ def import_object(name: str, instead: str) -> object:
 
 @contextmanager
 def _foreign(name: str) -> Iterator[None]:
-    """Turn any exception from a user's module into a ConfigError with its location."""
+    """Turn any exception from a user's module into a ConfigError with its location.
+
+    What it prints goes to standard error: standard output is for answers, such as a JSON value.
+    """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (CutlassOpsError, ImportError, AttributeError) as exc:
         raise ConfigError(f"{name} cannot be imported: {exc}") from exc
     except (Exception, SystemExit) as exc:

@@ -258,13 +258,16 @@ def distribution(
         typer.Option(callback=readable(dtypes_of), help="Only this dtype of A and B. May be repeated."),
     ] = None,
     behind: Annotated[
-        float, typer.Option(min=0, max=100, help="Percent that a tuned problem may take longer than with its table.")
+        float,
+        typer.Option(
+            min=0, max=100, help="A tuned problem may be at most this many percent slower than with its table's kernel."
+        ),
     ] = 3.0,
     most: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of kernels of a signature, the most useful ones.")
     ] = None,
     only: Annotated[
-        int | None, typer.Option(min=1, help="Compile so many of the missing kernels and stop; run again to go on.")
+        int | None, typer.Option(min=1, help="Compile at most this many of the missing kernels; run again to go on.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be built, and compile nothing.")] = False,
     sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
@@ -466,7 +469,7 @@ def contract(
         str | None,
         typer.Option(
             callback=later("tools.contract.predicting", "require_precision"),
-            help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.",
+            help="How FP32 operands are multiplied: ieee, tf32 or tf32x3. Default: ieee.",
         ),
     ] = None,
     block: Annotated[
@@ -518,7 +521,7 @@ def profile(
         str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
     ] = "bf16",
     kernels: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Only kernels whose name has this. Fewer take less time.")
+        str | None, typer.Option(metavar="REGEX", help="Only kernels whose name matches. Fewer take less time.")
     ] = None,
     launches: Annotated[int | None, typer.Option(min=1, help="Most launches to count.")] = None,
     skip: Annotated[int | None, typer.Option(min=0, help="Launches to skip first.")] = None,

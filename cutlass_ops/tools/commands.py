@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import time
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -459,8 +460,17 @@ def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | 
     return contextlib.nullcontext() if name is None else executors.named(name)
 
 
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null for what JSON has no number, such as the time of a kernel that cannot run."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _show(as_json: bool, value: Any, *lines: str) -> None:
-    for line in [json.dumps(value, indent=1)] if as_json else lines:
+    for line in [json.dumps(_finite(value), indent=1)] if as_json else lines:
         print(line, flush=True)
 
 

@@ -100,7 +100,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, none of which may be empty."""
         if "" in args:
-            raise typer.BadParameter("an argument is empty, as that of a variable that is not set: give it a value")
+            raise typer.BadParameter("an argument is empty: give it a value. Is a shell variable not set?")
         return super().parse_args(ctx, args)
 
 

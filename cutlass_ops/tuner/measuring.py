@@ -174,7 +174,7 @@ class Measurer:
         except ConfigError as exc:
             self.close()
             raise MeasuringError(
-                f"measuring {problem} stopped: the process that measures says what it never does: "
+                f"measuring {problem} stopped: the process that measures printed unexpected text: "
                 f"{checked_json.said(exc)}"
             ) from None
         except BaseException:

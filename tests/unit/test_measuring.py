@@ -304,7 +304,7 @@ def test_what_is_well_formed_and_no_event_ends_the_worker(tmp_path, line, why):
 
 
 def test_the_same_through_a_worker(odd, pids):
-    assert "the process that measures says what it never does" in odd('{"event": "checking", "kernel": 2}')
+    assert "the process that measures printed unexpected text" in odd('{"event": "checking", "kernel": 2}')
     row = [config_to_json(GOOD[0].config), {"swizzle": 3}, 1.0, 0.0]
     assert "swizzle must be one of" in odd(DONE % (json.dumps([row]), "{}"))
     assert not any(map(alive, pids))

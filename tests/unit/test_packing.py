@@ -102,5 +102,11 @@ def test_names_and_versions_are_checked(tmp_path, bundle, name, version):
         write_wheel(bundle, tmp_path, name, version)
 
 
+@pytest.mark.parametrize("name", ["cutlass_ops", "Cutlass.Ops"])
+def test_a_wheel_does_not_replace_the_library(tmp_path, bundle, name):
+    with pytest.raises(ValueError, match="is this library, which the wheel would replace"):
+        write_wheel(bundle, tmp_path, name, "1")
+
+
 def test_nothing_is_installed_by_default():
     assert installed.distributions() == []

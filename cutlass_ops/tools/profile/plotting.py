@@ -25,7 +25,7 @@ def require(path: Path) -> None:
         If matplotlib is not installed.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path} is not {' or '.join(FORMATS)}: name the plot so")
+        raise ValueError(f"the plot's name must end in {' or '.join(FORMATS)}, not {path}")
     _pyplot()
 
 

@@ -34,7 +34,7 @@ def test_the_roofline(kit, run, csv, tmp_path):
     assert (tmp_path / "r.svg").stat().st_size > 1000
     assert (tmp_path / "r.png").stat().st_size > 1000
     code, _, err = run("profile", "--csv", csv, "--plot", tmp_path / "r.pdf")
-    assert (code, "is not .svg or .png" in err) == (1, True)
+    assert (code, "must end in .svg or .png" in err) == (1, True)
 
 
 def test_without_a_gpu(kit, run):

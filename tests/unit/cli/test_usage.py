@@ -143,6 +143,26 @@ def test_a_full_disk_behind_standard_output(kit, command):
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+def test_json_is_alone_on_standard_output_if_a_module_prints(tmp_path):
+    (tmp_path / "epilogues.py").write_text(
+        "import cutlass_ops as co\nprint('hello')\n@co.epilogue\ndef mine(acc, bias: co.Row):\n    return acc + bias\n"
+    )
+    command = [sys.executable, "-m", "cutlass_ops", "explain", "epilogues:mine", "64x256x256", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert json.loads(done.stdout)
+    assert "hello" in done.stderr
+
+
+def test_json_has_no_number_for_what_cannot_run(run):
+    code, out, _ = run("explain", "gemm", f"{2**31}x16x16", "--json")
+
+    def refuse(name):
+        raise ValueError(name)
+
+    assert json.loads(out, parse_constant=refuse)
+    assert code == 0
+
+
 def test_json_is_alone_on_standard_output_if_standard_error_is_closed():
     command = f"exec {sys.executable} -m cutlass_ops explain gemm 0x2x3 --json 2>&-"
     done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True)
