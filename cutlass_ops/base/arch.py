@@ -63,6 +63,7 @@ TARGETS: dict[str, Target] = {
 MAX_THREADS = 1024
 RESERVED_SHARED_MEMORY = KIB  # of each resident block, beyond what it asks for
 MAX_GRID_Y = 65535
+MAX_EXTENT = 2**31 - 1  # of a problem: kernels number rows and columns with 32 bits (binding.h)
 REGISTERS_PER_SM = 64 * KIB
 MAX_REGISTERS_PER_THREAD = 255
 STORES_FP8 = (9, 0)  # lowest compute capability whose kernels store FP8; it converts it in hardware

@@ -174,6 +174,12 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     UnsupportedError
         If kernels serve the signature, but none can be launched at the problem.
     """
+    m, n, k = problem.m, problem.n, problem.k
+    if max(m, n, k) > arch.MAX_EXTENT:
+        raise UnsupportedError(
+            f"M={m} N={n} K={k} is too large to launch: a kernel's extents have 32 bits. Split the call by a's rows or "
+            "b's columns"
+        )
     limited = limits.limit(signature, device.capability)
     bundled = limits.chosen(limited, signature, device.capability, problem)
     if bundled is not None:

@@ -367,6 +367,13 @@ def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
     assert measured.tolist()[0] == pytest.approx([10.0, 11.0])
 
 
+def test_an_extent_of_more_than_32_bits_is_refused_in_words():
+    assert dispatch.decide(signature(), H100, Problem(2**31 - 1, 16, 16)) is not None
+    for extents in ((2**31, 16, 16), (16, 2**31, 16), (16, 16, 2**31)):
+        with pytest.raises(co.UnsupportedError, match=r"is too large to launch: .* Split the call"):
+            dispatch.decide(signature(), H100, Problem(*extents))
+
+
 def test_a_problem_at_which_no_kernel_can_be_launched_is_refused_in_words():
     """A kernel that is not persistent has a thread block for each tile, and a grid only so many along N."""
     kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
