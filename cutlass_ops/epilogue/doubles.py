@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import Kind, Node
 from cutlass_ops.epilogue.operations import INDICES, OPS, to_fp32
 
 
@@ -44,7 +44,19 @@ def why_no_gradient(graph: Graph) -> str | None:
                 f"the derivative of {node.op} has a constant, which is rounded to FP32 as every constant is: apply "
                 f"{node.op} to the result instead"
             )
+        if node.op == "pow" and not _keeps_less_one(graph.nodes[node.args[1]]):
+            return (
+                f"the derivative of pow has an exponent less 1, {graph.nodes[node.args[1]].attr} - 1, which is rounded "
+                "to FP32 as every constant is: use a Scalar, or apply pow to the result instead"
+            )
     return None
+
+
+def _keeps_less_one(exponent: Node) -> bool:
+    """Whether FP32 holds an exponent less 1, if the exponent is a constant."""
+    if exponent.op != "const" or not isinstance(exponent.attr, float):
+        return True
+    return to_fp32(exponent.attr - 1) == exponent.attr - 1
 
 
 def unseen(graph: Graph, rounded: Mapping[float, float]) -> tuple[float, ...]:

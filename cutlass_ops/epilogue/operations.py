@@ -405,4 +405,4 @@ REDUCTIONS: dict[str, ReductionInfo] = {
 
 def to_fp32(value: float) -> float:
     """Round to the nearest FP32 value, ties to even; beyond FP32's range that is an infinity."""
-    return ctypes.c_float(value).value  # PyTorch's tracer does not end on struct.pack
+    return ctypes.c_float(value).value  # PyTorch's tracer recurses endlessly in struct.pack

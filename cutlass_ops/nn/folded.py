@@ -17,8 +17,8 @@ class _Seen(NamedTuple):
     Attributes
     ----------
     parameter : Tensor
-        Itself: another one may come to lie at its address. Not by a weak reference, with which
-        ``torch.utils.swap_tensors`` swaps nothing.
+        Another one may come to lie at its address. It is no weak reference, since ``torch.utils.swap_tensors`` refuses
+        tensors that have any.
     address, version
         What changes when it does.
     """
@@ -37,8 +37,7 @@ class _Seen(NamedTuple):
 
 
 def _address(p: Tensor) -> int:
-    # PyTorch's stand-ins for tensors warn when they are asked.
-    return 0 if isinstance(p, torch._subclasses.FakeTensor) else p.data_ptr()
+    return 0 if watching.is_fake(p) else p.data_ptr()  # PyTorch warns of a fake tensor's address
 
 
 class Folded:
@@ -90,7 +89,7 @@ class Folded:
                     break
             else:
                 return self.value
-        # What a mode watches may be made of tensors that mean nothing outside of it.
+        # While a mode watches, it may be made of fake tensors, which no later call could use.
         return None if watching.is_watched() else self.fold(make, sources)
 
     def drop(self) -> None:

@@ -161,11 +161,11 @@ def saved_of(ctx: Any) -> list[Tensor]:
 
 
 def is_asked(x: Tensor) -> bool:
-    """Whether the backward that runs is asked for a gradient that depends on a tensor's.
+    """Whether the backward that runs needs a tensor's gradient.
 
-    Autograd tells a Python function only what might be asked for, when it runs forward.
+    ``ctx.needs_input_grad`` says only which tensors required gradients in the forward.
     """
-    # A view that was made without gradients may require them, and be no node.
+    # A view that was made under torch.no_grad() may require gradients and be no node of the graph.
     if x._is_view() and x.grad_fn is None:
         return True
     try:
@@ -175,7 +175,7 @@ def is_asked(x: Tensor) -> bool:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds a gradient to a parameter's, rather than returning it or doing without."""
+    """Whether the backward that runs adds to a parameter's gradient. torch.autograd.grad returns it instead."""
     try:
         return torch._C._will_engine_execute_node(_node(parameter))
     except RuntimeError:
@@ -206,8 +206,8 @@ def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
     if found is None:
         return None
     require_tensor(f"main_grad of {name}", found)
-    whole = _lies_as(matrix, parameter)
-    turned = parameter.ndim > 1 and _lies_as(matrix, parameter.mT)
+    whole = sizes.lies_as(matrix, parameter)
+    turned = parameter.ndim > 1 and sizes.lies_as(matrix, parameter.mT)
     if not (whole or turned) or found.shape != parameter.shape or not found.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(matrix.shape)}, its parameter {tuple(parameter.shape)}, and main_grad "
@@ -221,10 +221,6 @@ def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
     of_parameter: Tensor = found
     # What is multiplied may be a copy of the parameter that torch.autocast asks for.
     return MainGrad(getattr(parameter, "main_grad_of", parameter), of_parameter if whole else of_parameter.mT)
-
-
-def _lies_as(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.stride() == y.stride()
 
 
 def added(into: Mapping[str, MainGrad | None]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.operations import UNIFORM
-from cutlass_ops.run.sizes import surely
+from cutlass_ops.run.sizes import copied, surely
 
 # Leading dimensions that kernels know, each with a stride of its own (batched.h).
 MOST = 2
@@ -79,8 +79,7 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
     if not _fits(lead, shape) or (last != own and not repeats):
         return None
     if _repeats(value, own):
-        # PyTorch finds any strides of nothing contiguous.
-        value = value.expand(*lead, *own).contiguous() if value.numel() else value.new_empty(*lead, *own)
+        value = copied(value.expand(*lead, *own))
     if surely(value.numel() == _size(own)):
         return value.reshape(own)
     return value.expand(*shape, *own)

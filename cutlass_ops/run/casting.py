@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.run.sizes import lies_as
+
 
 def autocast(
     a: Any, b: Any, inputs: tuple[Any, ...], names: Sequence[str], products: Sequence[str]
@@ -62,18 +64,14 @@ def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
     # What a call multiplies by is the copy: it takes the parameter's gradient to the same place.
     cast: Any = parameter.to(dtype)
     cast.main_grad, cast.main_grad_of = main_grad, parameter
-    if x._base is None or _lies_as(x, parameter):
+    if x._base is None or lies_as(x, parameter):
         return cast
-    if parameter.ndim > 1 and _lies_as(x, parameter.mT):
+    if parameter.ndim > 1 and lies_as(x, parameter.mT):
         return cast.mT
     # Other views have no place in main_grad, as a call will say.
     copy: Any = x.to(dtype)
     copy.main_grad, copy.main_grad_of = main_grad, parameter
     return copy
-
-
-def _lies_as(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.stride() == y.stride()
 
 
 _CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))

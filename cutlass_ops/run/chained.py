@@ -215,7 +215,7 @@ def _adds_columns(graph: Graph) -> bool:
 def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Return gradients that can be differentiated again: those of the two ops one after the other."""
     count, needed = ctx.count, ctx.needs_input_grad[2:]
-    # Each by itself: one may be the other, or depend on it, as a residual on A.
+    # Views, each a node of its own: a residual may be A itself, or depend on it, and its path would count twice.
     every = a, b1, b2, *inputs = [x.view_as(x) for x in (a, b1, b2, *inputs)]
     with traced.recompute():
         between = pair.first.called.as_list(a, b1, *inputs[:count])[0]

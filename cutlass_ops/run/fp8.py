@@ -181,6 +181,8 @@ class Fp8State(torch.nn.Module):
             raise ValueError(f"algorithm is {algorithm!r}: use {' or '.join(map(repr, get_args(Algorithm)))}")
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f"history is {history!r}: pass the number of passes to keep, 1 or more")
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+            raise TypeError(f"margin must be a number, not {type(margin).__name__}: pass powers of two")
         if not -_MOST_MARGIN <= margin <= _MOST_MARGIN:
             raise ValueError(f"margin is {margin}: pass powers of two, from {-_MOST_MARGIN} to {_MOST_MARGIN}")
         self.recipe, self.dtype, self.margin, self.algorithm = name, dtype, float(margin), algorithm
@@ -234,9 +236,7 @@ class Fp8State(torch.nn.Module):
         if self.scaling == "static" or not amax.numel():
             return
         require_same_device("amax", amax, self.history, "the state")
-        known = amax.detach().abs().float()
-        known = torch.where(known.isfinite(), known, torch.zeros_like(known)).amax()
-        self.history[0].copy_(torch.maximum(self.history[0], known))
+        self.history[0].copy_(torch.maximum(self.history[0], _greatest(amax.detach())))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -351,9 +351,11 @@ class Fp8State(torch.nn.Module):
 
 
 def _greatest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the greatest absolute value, or that of each row: 0 if none is finite."""
     if not x.numel():
         return x.new_zeros(x.shape[:-1] if dim is not None else (), dtype=torch.float32)
-    return (x.abs().amax() if dim is None else x.abs().amax(dim)).float()
+    known = x.abs().nan_to_num_(nan=0.0, posinf=0.0)
+    return (known.amax() if dim is None else known.amax(dim)).float()
 
 
 def _require_floats(name: str, value: Any) -> None:

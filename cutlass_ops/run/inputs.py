@@ -14,7 +14,7 @@ from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches, scalars, watching
-from cutlass_ops.run.sizes import repeats, same, surely
+from cutlass_ops.run.sizes import copied, repeats, same, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
 
 # Inputs that may come in other shapes than a kernel takes.
@@ -263,4 +263,4 @@ def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int,
             if len(shape) == len(full) and batches.broadcast(shape, full) == full:
                 value = value.expand(full)
                 break
-    return value.contiguous() if repeats(value) else value
+    return copied(value) if repeats(value) else value

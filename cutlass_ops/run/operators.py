@@ -26,14 +26,14 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 def _recorded(
     name: str, record: Callable[..., Any], plain: Callable[..., Any], warm: Callable[..., Any] | None = None
 ) -> None:
-    """Have `record` run where autograd records a call of an operator, and `plain` where only values are wanted.
+    """Say what runs a call of an operator: `record` if autograd records it, else `plain`.
 
-    Not by torch.library.register_autograd, which takes no None for an empty list and refuses only after the call. What
-    `warm` returns is the result, unless it is None.
+    `warm` is tried first. It returns None if it cannot run the call. torch.library.register_autograd would take no None
+    for an empty list, and refuse a call only after it ran.
     """
 
     def autograd(*arguments: Any) -> Any:
-        # All that follows takes as long as a call by a remembered plan.
+        # What follows takes as long as such a call by itself.
         if warm is not None and (results := warm(*arguments)) is not None:
             return results
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(arguments))
@@ -78,7 +78,14 @@ def _late_and_recorded(schema: str, module: str) -> None:
     traced.override(name, traced.refuse_vmap, "FuncTorchBatched")
 
 
-_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run), traced.run_warm)
+def _of_folding(schema: str, run: str, shape: str, record: str) -> None:
+    """Register an operator of folding: `record` computes the same by operations that autograd knows."""
+    name = schema.partition("(")[0]
+    traced.declare(schema, _late("folding", run), _late("folding", shape))
+    _recorded(name, _late("folding", record), _values_of(name, _late("folding", run)))
+
+
+_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run_new), traced.run_warm)
 _late_and_recorded(
     f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]", "recorded"
 )
@@ -98,14 +105,6 @@ traced.declare(
 traced.count_changes("quantize_out", lambda *arguments: arguments[-2:])
 for _name in ("quantize", "quantize_out"):
     traced.override(_name, traced.refuse_vmap, "FuncTorchBatched")
-
-
-def _of_folding(schema: str, run: str, shape: str, record: str) -> None:
-    """Register an operator of folding: `record` computes the same by operations that autograd knows."""
-    name = schema.partition("(")[0]
-    traced.declare(schema, _late("folding", run), _late("folding", shape))
-    _recorded(name, _late("folding", record), _values_of(name, _late("folding", run)))
-
 
 _of_folding("fold(Tensor w, Tensor gamma, str name) -> Tensor", "fold_checked", "folded_shape", "fold_recorded")
 _of_folding("column_sums(Tensor matrix) -> Tensor", "column_sums_checked", "a_value_a_column", "column_sums_checked")

@@ -15,7 +15,7 @@ from cutlass_ops.declare.form import DENSE, GROUPED, MASKED
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run import batches
+from cutlass_ops.run import batches, sizes
 from cutlass_ops.run.matrices import as_major, has_lines_along
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.tensors import (
@@ -67,7 +67,10 @@ def check_out(
         raise ValueError(f"{name} has strides {out.stride()}, and groups are rows in memory: pass a row-major tensor")
     if arguments.form == MASKED:
         fold(name, out, (prod(flat[:-1]), flat[-1]))  # one distance leads through the rows of all groups
-    return fold(name, out, flat)
+    found = fold(name, out, flat)
+    if output.kind in (Kind.ROW, Kind.COL) and found.stride(-1) != 1 and not sizes.surely(found.shape[-1] <= 1):
+        raise ValueError(f"{name} has stride {found.stride(-1)}: it must be contiguous, so pass one of torch.empty")
+    return found
 
 
 def check_scales(name: str, out: Tensor) -> None:

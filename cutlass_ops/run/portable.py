@@ -60,6 +60,10 @@ class Portable(ABC):
         """Run it as such a call ran before; None if there was none, or if its arguments need checking."""
         return None
 
+    def run_new(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Do as :meth:`run_plain` where :meth:`run_warm` returned None."""
+        return self.run_plain(a, b, inputs, out, out_dtype)
+
     @abstractmethod
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from cutlass_ops.base import mma
 from cutlass_ops.base.mma import Math
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import sizes, traced, weights
+from cutlass_ops.run import fp8, sizes, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import PreparedWeight
@@ -213,8 +213,9 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     (k, n), batch = b.shape, tuple(a.shape[:-1])
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
     steps = mma.blocks(k)
-    # One block has one scale as well, and beside it those of rows may have any strides.
-    of_one = fits_b and steps == mma.blocks(n) == 1 and isinstance(scale_a, Tensor) and scale_a.ndim > 1
+    # FP8 of one block has one scale as well, and beside it those of rows may have any strides.
+    is_fp8 = a.dtype in fp8.DTYPES and b.dtype in fp8.DTYPES
+    of_one = is_fp8 and fits_b and steps == mma.blocks(n) == 1 and isinstance(scale_a, Tensor) and scale_a.ndim > 1
     of_a, of_b = has_blocks(a, scale_a), fits_b and (is_vector(scale_b) or of_one) and tuple(scale_b.shape) != (1, n)
     if of_a and len(batch) == 1 and sizes.same(scale_a.shape, (1, *batch)):
         raise ValueError(

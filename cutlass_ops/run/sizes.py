@@ -10,23 +10,28 @@ from torch import Tensor
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition holds for all that a tracer knows: False where it depends on data."""
-    # During tracing, an unknown answer also has the type of a plain one.
+    """Whether a condition is known to hold: False if the answer depends on data."""
+    # PyTorch's tracer says of an unknown answer, too, that it is a bool.
     if isinstance(condition, bool) and not torch.compiler.is_dynamo_compiling():
         return condition
     return bool(symbolic_shapes().guard_or_false(condition))
 
 
 def same(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are the same for all that a tracer knows."""
+    """Whether two shapes are known to be the same."""
     if len(shape) != len(other):
         return False
-    # Loops: each new number of rows comes by here.
+    # A loop is faster than all(), and each new number of rows passes here.
     for x, y in zip(shape, other, strict=True):
         equal = x == y
         if equal is not True and not surely(equal):
             return False
     return True
+
+
+def lies_as(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same shape and strides."""
+    return x.shape == y.shape and x.stride() == y.stride()
 
 
 def repeats(tensor: Tensor) -> bool:
@@ -36,6 +41,12 @@ def repeats(tensor: Tensor) -> bool:
         if apart is not True and surely(stride == 0) and not surely(extent <= 1):
             return True
     return False
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that :func:`repeats`, in which each element has a place of its own."""
+    # PyTorch finds any strides of nothing contiguous.
+    return tensor.new_empty(tensor.shape) if surely(tensor.numel() == 0) else tensor.contiguous()
 
 
 def has_one_element(value: Tensor) -> bool:

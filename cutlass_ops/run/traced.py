@@ -77,7 +77,7 @@ class recompute:  # noqa: N801 - it is used as a function
     def __call__(self, function: Callable[P, Result]) -> Callable[P, Result]:
         """Return a function that runs in this context."""
 
-        # PyTorch's tracer knows no object from outside as a context: so much for contextlib.ContextDecorator.
+        # contextlib.ContextDecorator would enter this object. PyTorch's tracer enters only what it saw made.
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> Result:
             with recompute():
@@ -136,8 +136,8 @@ class Traced:
             else:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
-        recompute = False
-        if watching.is_differentiated(a, b, *tensors):
+        differentiated = watching.is_differentiated(a, b, *tensors)
+        if differentiated:
             if self.form == RAGGED_K.name:
                 raise NotImplementedError(NO_SECOND_GRADIENT.format(self._differentiated(a, b, values)))
             if out is not None:
@@ -145,9 +145,8 @@ class Traced:
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
                     "`out`, or call under torch.no_grad()"
                 )
-            recompute = _CHOICE.recompute
-        if recompute:
-            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, recompute)
+        if differentiated and _CHOICE.recompute:
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, True)
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
@@ -326,7 +325,7 @@ def inputs_of(
 
 
 def run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Return the results of an operator that autograd does not record."""
+    """Return the results of a call that autograd does not record."""
     return _listed(portable.find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype))
 
 
@@ -336,6 +335,11 @@ def run_warm(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-
         return None
     found = portable.find(op).run_warm(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
     return None if found is None else _listed(found)
+
+
+def run_new(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Return the results of a call of which :func:`run_warm` returned None, and which nothing watches."""
+    return _listed(portable.find(op).run_new(a, b, inputs_of(tensors, numbers, places), None, out_dtype))
 
 
 def _listed(found: Any) -> list[Tensor]:

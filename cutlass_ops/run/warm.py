@@ -140,11 +140,15 @@ class Warm(portable.Portable):
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
         results = self.run_warm(a, b, inputs, out, out_dtype)
-        return self._run_cold(a, b, self.numbers(inputs), out, out_dtype) if results is None else results
+        return self.run_new(a, b, inputs, out, out_dtype) if results is None else results
 
     def run_warm(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it by a remembered plan; None if there is none, or if its arguments need checking."""
         return self._run_warm(a, b, self.numbers(inputs), out, out_dtype)
+
+    def run_new(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Check a call's arguments, serve it, and remember how."""
+        return self._run_cold(a, b, self.numbers(inputs), out, out_dtype)
 
     def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return inputs with those that are numbers as a kernel takes them."""

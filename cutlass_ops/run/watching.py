@@ -66,8 +66,13 @@ def only_shapes(values: Sequence[Any]) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values: it is neither on "meta" nor PyTorch's stand-in for a tensor, a fake one."""
-    return not _is_meta(tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
+    """Whether a tensor has values: it is neither on "meta" nor a fake one."""
+    return not _is_meta(tensor) and not is_fake(tensor)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of those by which PyTorch's tracers stand for others."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def overrides(value: Any) -> bool:

@@ -196,6 +196,28 @@ def test_gradients_with_constants_are_refused_of_fp64():
         co.gemm_bias_gelu(P.clone().requires_grad_(), Q.t(), ROW)
 
 
+@pytest.mark.parametrize(("exponent", "is_refused"), [(2.0**-30, True), (0.5, False), (3.0, False)])
+def test_gradients_of_powers_whose_exponents_fp32_rounds_are_refused_of_fp64(exponent, is_refused):
+    @co.epilogue
+    def power(acc):
+        return co.e.pow(acc, exponent)
+
+    @co.epilogue
+    def power_of(acc, y: co.Scalar):
+        return co.e.pow(acc, y)
+
+    a, b = (x.abs() + 0.5 for x in (P, Q.t()))
+    wanted = torch.autograd.grad(((x := a.clone().requires_grad_()) @ b).pow(exponent).sum(), x)[0]
+    found = torch.autograd.grad(co.gemm((x := a.clone().requires_grad_()), b, epilogue=power_of, y=exponent).sum(), x)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-14, atol=0)
+    if is_refused:
+        with pytest.raises(ValueError, match=r"the derivative of pow has an exponent less 1, .*: use a Scalar"):
+            co.gemm(a.requires_grad_(), b, epilogue=power)
+    else:
+        (d,) = torch.autograd.grad(co.gemm(x := a.requires_grad_(), b, epilogue=power).sum(), x)
+        torch.testing.assert_close(d, wanted, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 0.75, 2.0**-40, 123456.0, float("inf"), 1.5 * 2.0**60])
 def test_constants_that_fp32_has_are_constants_of_fp64(value):
     assert doubles._looks_kept(value)

@@ -46,6 +46,14 @@ def test_a_scale_of_one_element_is_a_number(shape, k):
     assert torch.equal(compiled(a, b, one, columns), co.scaled_gemm(a, b, 0.5, columns))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+def test_only_fp8_of_one_block_has_scales_of_blocks(dtype):
+    a, b = ((4 * torch.randn(rows, 64)).to(dtype) for rows in (M, N))
+    rows = torch.rand(M)
+    wanted = co.scaled_gemm(a, b.t(), rows, 0.5)
+    assert torch.equal(co.scaled_gemm(a, b.t(), rows[:, None], ONE[None, None]), wanted)
+
+
 def test_a_scale_of_the_result_may_have_one_element():
     x, w, residual = torch.randn(M, 64).to(BF16), torch.randn(64, N).to(BF16), torch.randn(M, N).to(BF16)
     for scale in (ONE[None], ONE[None, None]):

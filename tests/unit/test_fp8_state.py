@@ -136,6 +136,18 @@ def test_current_scaling_of_the_tensor_and_of_rows(dtype, known, of):
         assert data.float().abs().max() == torch.finfo(dtype).max
 
 
+@pytest.mark.parametrize("bad", [INF, NAN, -INF])
+def test_current_scaling_leaves_out_what_is_no_number(bad):
+    x = torch.tensor([[448.0, bad], [2.0, 896.0], [bad, bad]])
+    assert co.Fp8State(scaling="current").quantize(x).scale == 2
+    assert co.Fp8State(scaling="current").quantize(x, x[1]).scale == 2
+    data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
+    assert scale.tolist() == [1, 2, 1]
+    saturated = {INF: 448.0, -INF: -448.0}.get(bad, NAN)
+    assert data.float()[:2].tolist() == [[448.0, pytest.approx(saturated, nan_ok=True)], [1, 448]]
+    assert not x[0].isfinite().all()
+
+
 def test_rows_of_zeros_stay_zeros():
     x = torch.zeros(3, 8)
     x[1] = 5
@@ -270,6 +282,7 @@ ERRORS = {
     "rows, delayed": (lambda: co.Fp8State("RowWise"), ValueError, r"^scaling is 'delayed' with the recipe 'RowWise'"),
     "history": (lambda: co.Fp8State(history=0), ValueError, r"^history is 0: pass the number of passes"),
     "algorithm": (lambda: co.Fp8State(algorithm="mean"), ValueError, r"^algorithm is 'mean': use 'max' or"),
+    "margin": (lambda: co.Fp8State(margin="1"), TypeError, r"^margin must be a number, not str: pass powers of two"),
     "record": (lambda: CURRENT.record(torch.ones(1)), ValueError, r"^record belongs to delayed scaling"),
     "step": (lambda: CURRENT.step(), ValueError, r"^step belongs to delayed scaling"),
     "amax": (lambda: STATE.record(3.0), TypeError, r"^amax must be a torch.Tensor, not float"),

@@ -399,3 +399,14 @@ def test_an_exact_kernel_takes_offsets(device):
     assert kernel.names == ("offsets", "bias")
     found = kernel(x, w, ends(5, 5, 48), bias=bias)
     close(found, torch.relu(exact(x, w, ends(5, 5, 48)) + bias.double()[[0] * 5 + [2] * 43]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (0, 1), (1, 32)])
+def test_a_tile_of_no_rows_may_be_broadcast(shape):
+    @co.epilogue
+    def added(acc, tile: co.Tile):
+        return acc + tile
+
+    x, w, tile = torch.zeros(0, 16).bfloat16(), torch.zeros(2, 16, 32).bfloat16(), torch.zeros(shape).bfloat16()
+    ends = torch.zeros(2, dtype=torch.int32)
+    assert co.grouped_gemm(x, w, ends, epilogue=added, tile=tile).shape == (0, 32)

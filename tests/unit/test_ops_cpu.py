@@ -491,3 +491,18 @@ def test_names_that_only_cpp_would_mind_are_served():
     torch.testing.assert_close(found.d, acc * c + d[:, None] * 0.5 + new)
     torch.testing.assert_close(found.k, acc.sum(1))
     assert torch.equal(co.gemm(a, b, epilogue=named, c=c, d=d, n=0.5, new=new, out={"k": found.k}).k, found.k)
+
+
+@pytest.mark.parametrize("name", ["s", "c", "at"])
+def test_a_reduction_is_written_to_contiguous_vectors(name):
+    @co.epilogue
+    def reduced(acc):
+        return {"d": acc, "s": co.e.sum(acc, dim=1), "c": co.e.sum(acc, dim=0), "at": co.e.argmax(acc, dim=1)}
+
+    a, b = torch.randn(8, 16).bfloat16(), torch.randn(16, 32).bfloat16()
+    sizes = {"s": (8, torch.float32), "c": (32, torch.float32), "at": (8, torch.int32)}
+    out = {"d": torch.empty(8, 32).bfloat16()} | {k: torch.empty(n, dtype=dtype) for k, (n, dtype) in sizes.items()}
+    co.gemm(a, b, epilogue=reduced, out=out)
+    out[name] = out[name].new_empty(2 * len(out[name]))[::2]
+    with pytest.raises(ValueError, match=rf"^out\['{name}'\] has stride 2: it must be contiguous"):
+        co.gemm(a, b, epilogue=reduced, out=out)

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import folding, kernels, ops, portable
+from cutlass_ops.run.ops import Op
 from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
@@ -264,6 +265,20 @@ def test_a_compiled_call_that_writes_what_a_backward_reads_is_refused(name):
     z, out = torch.ones(len(X), len(W), dtype=X.dtype, requires_grad=True), torch.ones(len(X), len(W), dtype=X.dtype)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(z, out).sum().backward()
+
+
+def test_an_operator_asks_once_whether_a_call_ran_before(monkeypatch):
+    asked, run_warm = [], Op.run_warm
+
+    def noted(self, *arguments):
+        asked.append(self.name)
+        return run_warm(self, *arguments)
+
+    monkeypatch.setattr(Op, "run_warm", noted)
+    wanted = co.gemm(X, W.t())
+    found = torch.compile(lambda x: co.gemm(x, W.t()), backend="eager", fullgraph=True)(X)
+    assert torch.equal(found, wanted)
+    assert asked == ["gemm"]
 
 
 @pytest.mark.parametrize("name", WRITING)
