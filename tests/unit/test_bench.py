@@ -174,6 +174,21 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         ({"op": "gemm", "problems": (8, 8, 8), "against": ["cudnn"]}, ValueError, "use some of eager, cublaslt"),
         ({"op": "gemm", "problems": (8, 8, 8), "rounds": 0}, ValueError, "use at least 1"),
         ({"op": "gemm", "problems": (8, 8, 8), "dtype": "f33"}, ValueError, "is not an element type"),
+        (
+            {"op": co.gemm, "problems": (8, 8, 8)},
+            TypeError,
+            "^op must be a name .*, not function",
+        ),
+        ({"op": "gemm", "problems": None}, TypeError, "^a problem is a text .*, not NoneType"),
+        ({"op": "gemm", "problems": [None]}, TypeError, "^a problem is a text .*, not NoneType"),
+        (
+            {"op": "gemm", "problems": (8, 8, 8), "against": None},
+            TypeError,
+            "^against must be a list of .*, not NoneType",
+        ),
+        ({"op": "gemm", "problems": (8, 8, 8), "against": "cudnn"}, ValueError, "'cudnn' is not .*use some of eager"),
+        ({"op": "gemm", "problems": (8, 8, 8), "rounds": "3"}, ValueError, "use at least 1"),
+        ({"op": "gemm", "problems": (8, 8, 8), "a": None}, TypeError, "^a must be 'row' or 'col', not NoneType"),
         ({"op": "gemm", "problems": (8, 8, 8)}, NoDeviceError, "run it on a machine with a GPU"),
     ],
 )

@@ -72,7 +72,7 @@ def bench(
     dtype: str = "bf16",
     a: str = "row",
     b: str = "col",
-    against: Iterable[str] = NAMES,
+    against: str | Iterable[str] = NAMES,
     rounds: int = ROUNDS,
     clock: Clock | None = None,
 ) -> Benchmark:
@@ -91,7 +91,7 @@ def bench(
         Dtype of A and B.
     a, b : str
         Their majors, ``"row"`` or ``"col"``. A weight (N, K) passed as ``weight.t()`` is col.
-    against : iterable of str
+    against : str or iterable of str
         The other ways: ``"eager"``, ``"cublaslt"``, ``"compile"`` (torch.compile with max-autotune), ``"triton"`` and
         ``"quack"``. Those that are not installed, or do not compute the op, are left out and named.
     rounds : int
@@ -110,17 +110,24 @@ def bench(
         If there is no GPU.
     MeasuringError
         If our result is wrong.
-    ValueError
+    TypeError, ValueError
         If an argument is unknown.
 
     Examples
     --------
     >>> print(co.bench("gemm_bias_relu", "1,512x4096x4096", against=["eager", "cublaslt"]))  # doctest: +SKIP
     """
-    chosen, named = list(dict.fromkeys(against)), spelling.op_of(op)
+    if not isinstance(op, str):
+        raise TypeError(f"op must be a name such as 'gemm_bias_relu', not {type(op).__name__}")
+    for name, value in (("a", a), ("b", b)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be 'row' or 'col', not {type(value).__name__}")
+    if not isinstance(against, Iterable):
+        raise TypeError(f"against must be a list of {', '.join(NAMES)}, not {type(against).__name__}")
+    chosen, named = list(dict.fromkeys([against] if isinstance(against, str) else against)), spelling.op_of(op)
     for name in chosen:
         require_way(name)
-    if rounds < 1:
+    if not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds is {rounds}: use at least 1")
     dtype, a_major, b_major = spelling.dtype_of(dtype), spelling.major_of(a), spelling.major_of(b)
     works = [workload(named, problem, dtype, a_major, b_major) for problem in _problems(problems)]
@@ -149,6 +156,8 @@ def _problems(given: Any) -> list[Problem]:
         return spelling.problems_of(given)
     if isinstance(given, Sequence) and given and all(type(x) is int for x in given):
         return [Problem.of(given)]
+    if not isinstance(given, Sequence):
+        raise TypeError(f"a problem is a text such as '16x4096x4096' or an (M, N, K), not {type(given).__name__}")
     return [problem for each in given for problem in _problems(each)]
 
 
