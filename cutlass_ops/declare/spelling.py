@@ -24,6 +24,7 @@ _MOST_PROBLEMS = 1 << 16
 
 _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,64x4096x4096"
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
+_TILE = "Give BLOCK_M, BLOCK_N and BLOCK_K as one MxNxK, such as 128x128x64"
 
 # The default epilogues of the functions in norms.py and gated.py, by the dtype of A and B.
 _16_BITS = tuple(t.name for t in mma.OPERANDS if t.bits == 16)
@@ -93,6 +94,24 @@ def problem_of(texts: Sequence[str]) -> Problem:
     if len(problems) != 1:
         raise ConfigError(f"an op runs at one problem here, not at {len(problems)}: give one MxNxK")
     return problems[0]
+
+
+def tile_of(text: str) -> tuple[int, int, int]:
+    """Return the extents M, N and K of a Triton kernel's tile, such as ``"128x128x64"``.
+
+    Raises
+    ------
+    ConfigError
+        If the text has another form, or stands for several tiles.
+    """
+    words = _words(text) or [text]
+    if len(words) != 1:
+        _refuse(text, "a tile", f"it has {len(words)} words", _TILE)
+    sides = _sides(words[0], "mnk", "a tile", _TILE)
+    if any(len(side) != 1 for side in sides):
+        _refuse(text, "a tile", "it stands for several", _TILE)
+    m, n, k = (side[0] for side in sides)
+    return m, n, k
 
 
 def is_script(text: str) -> bool:

@@ -51,6 +51,7 @@ from cutlass_ops.tools.options import (
     dtypes_of,
     later,
     readable,
+    refuse_given,
     require_dtype,
     require_time,
     require_version,
@@ -434,6 +435,7 @@ def explain(
 
 @app.command(cls=Command)
 def contract(
+    context: typer.Context,
     problems: Problems,
     a: Annotated[
         str,
@@ -476,7 +478,7 @@ def contract(
         str | None,
         typer.Option(
             metavar="MxNxK",
-            callback=readable(spelling.problems_of),
+            callback=readable(spelling.tile_of),
             help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
         ),
     ] = None,
@@ -488,11 +490,27 @@ def contract(
 
     Exit code 1 if a condition of the fastest instruction is broken.
     """
+    if block is None:
+        if program == "triton":
+            raise typer.BadParameter("--program triton needs --block, such as --block 128x128x64")
+        refuse_given(context, ("num_warps", "num_stages"), "without --block: they are of a Triton kernel, as its tile")
+    elif program not in (None, "triton"):
+        raise typer.BadParameter(
+            f"--block and --program {program} exclude each other: only Triton's choice depends on it"
+        )
+    else:
+        from cutlass_ops.tools.contract.triton import Tile
+
+        readable(lambda text: Tile(*spelling.tile_of(text), num_warps, num_stages))(block)
+    if precision is not None:
+        from cutlass_ops.tools.contract.given import require_effect
+
+        readable(lambda each: require_effect(each, a, b))(precision)
     from cutlass_ops.tools import commands
 
     code = commands.contract(
         spelling.problems_of(problems), a, b, arch=arch, program=program, precision=precision,
-        block=None if block is None else spelling.problems_of(block)[0], num_warps=num_warps, num_stages=num_stages,
+        block=None if block is None else spelling.tile_of(block), num_warps=num_warps, num_stages=num_stages,
         as_json=as_json,
     )  # fmt: skip
     _end(code)

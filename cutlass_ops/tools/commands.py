@@ -327,13 +327,13 @@ def contract(
     arch: str | None,
     program: str | None,
     precision: str | None,
-    block: Problem | None,
+    block: tuple[int, int, int] | None,
     num_warps: int,
     num_stages: int,
     as_json: bool,
 ) -> int:
     """Print what problems will run on; 1 if one breaks a condition."""
-    tile = {} if block is None else {"block_m": block.m, "block_n": block.n, "block_k": block.k}
+    tile = {} if block is None else dict(zip(("block_m", "block_n", "block_k"), block, strict=True))
     found = [
         predicting.contract(
             a, b, m=problem.m, n=problem.n, k=problem.k, arch=arch, program=program, precision=precision, **tile,

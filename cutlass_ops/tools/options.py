@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +72,20 @@ def require_dtype(op: str, dtypes: list[str], groups: int | None = None) -> None
         readable(lambda each: spelling.epilogue_of(op, each))(dtype)
         if groups is not None:
             readable(lambda each: spelling.require_groups(op, each))(dtype)
+
+
+def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that were given and would have no effect. The message names them, and then says why."""
+    options = {param.name: param.opts[0] for param in context.command.params}
+    given = [name for name in names if _is_given(context, name)]
+    if given:
+        verb = "has" if len(given) == 1 else "have"
+        raise typer.BadParameter(f"{' and '.join(options[name] for name in given)} {verb} no effect {why}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def require_time(seconds: float) -> None:

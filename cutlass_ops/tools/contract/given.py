@@ -115,6 +115,16 @@ def require_text(text: str) -> None:
     from_text(text, "row", 1, 1, 1, first=True)
 
 
+def require_effect(precision: str, a: str, b: str) -> None:
+    """Require operands for which a precision makes a difference; a ValueError says what to do."""
+    for text in (a, b):
+        if from_text(text, "row", 1, 1, 1, first=True).dtype != "f32":
+            raise ValueError(f"precision {precision!r} has no effect on {text!r}: leave it out, or make A and B f32")
+    named = precision_of(a)
+    if named not in ("ieee", precision):
+        raise ValueError(f"precision {precision!r} contradicts {a!r}: leave it out, or write f32 instead of {named}")
+
+
 def precision_of(text: str) -> str:
     """Return what a text such as ``"tf32.row"`` says of the precision: ``"ieee"`` if it names another type."""
     match = _TEXT.fullmatch(text.strip().lower())
