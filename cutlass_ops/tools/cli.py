@@ -53,6 +53,7 @@ from cutlass_ops.tools.options import (
     readable,
     refuse_given,
     require_dtype,
+    require_pattern,
     require_time,
     require_version,
     require_wheel,
@@ -516,6 +517,11 @@ def contract(
     _end(code)
 
 
+# Options of `profile` that only ncu heeds, and those of running anything.
+_COUNTING = ("kernels", "launches", "skip", "save", "plot")
+_RUNNING = ("dtype", "kernels", "launches", "skip", "save", "no_ncu", "no_trace", "timeout")
+
+
 class _Program(TyperCommand):
     """A command that runs a program: what follows a script is the script's own, and an op has nothing of its own."""
 
@@ -526,6 +532,7 @@ class _Program(TyperCommand):
 
 @app.command(cls=_Program)
 def profile(
+    context: typer.Context,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -539,7 +546,12 @@ def profile(
         str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
     ] = "bf16",
     kernels: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Only kernels whose name matches. Fewer take less time.")
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            callback=readable(require_pattern),
+            help="Only kernels whose name matches. Fewer take less time.",
+        ),
     ] = None,
     launches: Annotated[int | None, typer.Option(min=1, help="Most launches to count.")] = None,
     skip: Annotated[int | None, typer.Option(min=0, help="Launches to skip first.")] = None,
@@ -547,10 +559,18 @@ def profile(
         Path | None,
         typer.Option("--csv", metavar="FILE", help="Read this CSV of ncu, recorded elsewhere, and run nothing."),
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="GPU", help="With --csv: the GPU, for the roofline.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="GPU", callback=readable(gpus.gpu_named), help="With --csv: the GPU, for the roofline."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep ncu's CSV in this file.")] = None,
     plot: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png. May be repeated.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            callback=later("tools.profile.plotting", "require_name"),
+            help="Draw the roofline: .svg or .png. May be repeated.",
+        ),
     ] = None,
     no_ncu: Annotated[bool, typer.Option("--no-ncu", help="Take times by torch.profiler only.")] = False,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Take no times by torch.profiler.")] = False,
@@ -567,7 +587,15 @@ def profile(
         raise typer.BadParameter("--no-ncu and --no-trace exclude each other: nothing would be measured")
     if (target is None) == (counters is None):
         raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
-    if target is not None and not spelling.is_script(target):
+    if no_ncu:
+        refuse_given(context, _COUNTING, "with --no-ncu: ncu alone counts, and selects kernels")
+    if counters is not None:
+        refuse_given(context, _RUNNING, "with --csv: nothing runs")
+    else:
+        refuse_given(context, ("device",), "without --csv: kernels run on this machine's GPU")
+    if target is not None and spelling.is_script(target):
+        refuse_given(context, ("dtype",), "on a script: it is an op's")
+    elif target is not None:
         name = readable(spelling.op_of)(target)
         if not arguments:
             raise typer.BadParameter(f"give M, N and K of {name}, such as 512x4096x4096")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,6 +88,16 @@ def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def require_pattern(text: str) -> None:
+    """Require a regular expression; raise ValueError otherwise."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what later versions of Python may read otherwise
+            re.compile(text)
+    except (re.error, OverflowError, RecursionError) as exc:
+        raise ValueError(f"{text!r} is not a regular expression: {exc}") from None
 
 
 def require_time(seconds: float) -> None:

@@ -14,6 +14,12 @@ FORMATS = (".svg", ".png")
 _LEGEND = 12  # points with a name
 
 
+def require_name(path: Path) -> None:
+    """Require a file's name that ends in .svg or .png; raise ValueError otherwise."""
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"the plot's name must end in {' or '.join(FORMATS)}, not {path}")
+
+
 def require(path: Path) -> None:
     """Raise an error if a picture cannot be drawn into this file.
 
@@ -24,8 +30,7 @@ def require(path: Path) -> None:
     CutlassOpsError
         If matplotlib is not installed.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"the plot's name must end in {' or '.join(FORMATS)}, not {path}")
+    require_name(path)
     _pyplot()
 
 

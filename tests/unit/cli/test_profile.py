@@ -34,7 +34,7 @@ def test_the_roofline(kit, run, csv, tmp_path):
     assert (tmp_path / "r.svg").stat().st_size > 1000
     assert (tmp_path / "r.png").stat().st_size > 1000
     code, _, err = run("profile", "--csv", csv, "--plot", tmp_path / "r.pdf")
-    assert (code, "must end in .svg or .png" in err) == (1, True)
+    assert (code, "must end in .svg or .png" in err) == (2, True)
 
 
 def test_without_a_gpu(kit, run):
@@ -46,6 +46,33 @@ def test_without_a_gpu(kit, run):
 @pytest.mark.parametrize("args", [(), ("--csv", "x.csv", "gemm"), ("--no-ncu", "--no-trace", "gemm", "64x64x64")])
 def test_wrong_usage(kit, run, args):
     assert run("profile", *args)[0] == 2
+
+
+_OP = ("gemm", "64x64x64")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--plot", "x.gif", *_OP), "'--plot': the plot's name must end in .svg or .png, not x.gif"),
+        (("--kernels", "gemm(", *_OP), "'--kernels': 'gemm(' is not a regular expression"),
+        (("--kernels", f"a{{{'9' * 30}}}", *_OP), "is not a regular expression"),
+        (("--csv", "x.csv", "--device", "nothing"), "'nothing' is not a known GPU"),
+        (("--device", "H200", *_OP), "--device has no effect without --csv"),
+        (("--csv", "x.csv", "--kernels", "gemm"), "--kernels has no effect with --csv"),
+        (("--csv", "x.csv", "--no-ncu", "--timeout", "3"), "--no-ncu and --timeout have no effect with --csv"),
+        (("--no-ncu", "--kernels", "gemm", *_OP), "--kernels has no effect with --no-ncu"),
+        (("--no-ncu", "--plot", "x.svg", *_OP), "--plot has no effect with --no-ncu"),
+        (("--dtype", "f16", "train.py"), "--dtype has no effect on a script"),
+    ],
+)
+def test_a_wrong_value_or_one_without_effect_is_wrong_usage(kit, run, args, says):
+    code, _, err = run("profile", *args)
+    assert (code, says in err) == (2, True), err
+
+
+def test_a_regular_expression_that_python_warns_about(kit, run):
+    assert run("profile", "--kernels", "[[:alpha:]]+", *_OP)[0] == 4
 
 
 def test_a_script_gets_its_own_options(kit, run, tmp_path):
