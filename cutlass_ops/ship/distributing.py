@@ -6,6 +6,7 @@ that building takes up where it was left.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from cutlass_ops.artifacts.bundle import manifest_of
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.installed import file_name
 from cutlass_ops.base import dtypes, resources
-from cutlass_ops.base.errors import ConfigError, UnsupportedError
+from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many, stored
 from cutlass_ops.declare.chips import CHIPS
@@ -92,7 +93,7 @@ def parts(
     Raises
     ------
     ConfigError
-        If there is no such architecture or op.
+        If there is no such architecture or op, or no kernel of it for a dtype.
     """
     require_arch(arch)
     devices = devices_of(arch)
@@ -122,6 +123,14 @@ def require_op(name: str) -> None:
         raise ConfigError(f"{name!r} is not an op of distributions: use {', '.join(OPS)}")
 
 
+def require_served(arch: str, ops: Iterable[str], dtypes_of_a: Iterable[str]) -> None:
+    """Require that an architecture has kernels of all ops for all dtypes; a ConfigError says which it lacks."""
+    device = devices_of(arch)[0]
+    with Bundles.aside():
+        for op, dtype in itertools.product(ops, dtypes_of_a):
+            _signatures(op, dtype, device)
+
+
 def devices_of(arch: str) -> tuple[Device, ...]:
     """Return the devices for which an architecture's pools are chosen, first the one that its target stands for.
 
@@ -146,8 +155,8 @@ def _signatures(op: str, dtype: str, device: Device) -> list[OpSignature]:
     if pools.is_served(signature, device):
         return [signature]
     instead = [signature_of(part, device) for _, part in asked.instead_of(call)]
-    if not instead:
-        raise UnsupportedError(f"no kernel serves {op} in {dtype} on {device.name}")
+    if not instead or not all(pools.is_served(each, device) for each in instead):
+        raise ConfigError(f"no kernel serves {op} in {dtype} on {device.name}")
     return instead
 
 

@@ -26,6 +26,7 @@ from cutlass_ops.base import resources, units
 from cutlass_ops.base.errors import (
     BundleError,
     CompileError,
+    ConfigError,
     CutlassOpsError,
     LoadError,
     MissingKernelError,
@@ -286,6 +287,14 @@ def distribution(
     """
     if plan and only is not None:
         raise typer.BadParameter("--plan and --only exclude each other: --plan compiles nothing")
+    if dtype is not None:
+        from cutlass_ops.ship import distributing
+
+        try:
+            distributing.require_served(arch, op or distributing.OPS, dtypes_of(dtype))
+        except ConfigError as exc:
+            others = "" if op else ". Name ops that do by --op"
+            raise typer.BadParameter(f"{exc}{others}") from None
     from cutlass_ops.tools import commands
 
     code = commands.distribution(

@@ -204,6 +204,9 @@ def test_a_distribution_may_be_signed_and_has_few_kernels_if_asked(kit, run, tmp
         (("sm_70",), 2, "'sm_70' is not an architecture: use sm_80"),
         (("sm_80", "--op", "gemm_tanh"), 2, "'gemm_tanh' is not an op of distributions: use gemm"),
         (("sm_80", "--dtype", "f128"), 2, "f128"),
+        (("sm_80", "--dtype", "f64", "--plan"), 2, "rmsnorm_gemm does not take f64: use bf16 or f16. Name ops that"),
+        (("sm_80", "--op", "gemm", "--dtype", "e4m3", "--plan"), 2, "no kernel serves gemm in e4m3 on NVIDIA A100"),
+        (("sm_80", "--op", "gemm_swiglu", "--dtype", "e4m3", "--plan"), 2, "no kernel serves gemm_swiglu in e4m3"),
         (("sm_80", "--plan", "--only", "3"), 2, "exclude each other"),
     ],
 )
