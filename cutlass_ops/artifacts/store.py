@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from cutlass_ops.artifacts.compiled import Compiled
 
 _KEY = "[0-9a-f]" * 64
+_FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed")
 # Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
@@ -438,15 +440,39 @@ class KernelStore:
         self._require_private_root()
         for name in names:
             folder /= name
-            folder.mkdir(mode=0o700, exist_ok=True)
-            # Do not write through a link, or where other users can replace files.
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise StoreError(f"the kernel store {self.root} cannot be used: {folder} is a link. Remove it")
-            try:
-                require_private(folder.lstat(), folder)
-            except LoadError as exc:
-                raise StoreError(f"the kernel store is not private: {exc}. Fix it with chown, chmod go-w") from None
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            self._require_own(folder)
         return folder
+
+    def _require_own(self, folder: Path) -> None:
+        """Require a folder of the store: nothing is written through a link, or where other users can replace files."""
+        mode = folder.lstat().st_mode
+        if not stat.S_ISDIR(mode):
+            what = "a link" if stat.S_ISLNK(mode) else "not a folder"
+            raise StoreError(f"the kernel store {self.root} cannot be used: {folder} is {what}. Remove it")
+        try:
+            require_private(folder.lstat(), folder)
+        except LoadError as exc:
+            raise StoreError(f"the kernel store is not private: {exc}. Fix it with chown, chmod go-w") from None
+
+    def require_writable(self) -> None:
+        """Check that kernels can be built into the store. Nothing stays changed, and no folder is created.
+
+        Raises
+        ------
+        StoreError
+            If they cannot.
+        """
+        self._require_private_root()
+        with self.writing():
+            here = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
+            own = [self.root / name for name in _FOLDERS if os.path.lexists(self.root / name)]
+            for folder in own:
+                self._require_own(folder)
+            for folder in (here, *own):
+                # A real attempt: permission bits are not enough, since even root cannot write everywhere.
+                tempfile.TemporaryFile(dir=folder).close()
 
     def _lock_file(self, key: str) -> Path:
         return self.folder("locks") / self._entry(key).name
@@ -509,7 +535,7 @@ class KernelStore:
                     f"the kernel store {self.root} cannot be written ({exc}). Its kernels can be used; to build new "
                     f"ones, {remedy}"
                 ) from exc
-            raise StoreError(f"the kernel store {self.root} cannot be used: {exc}") from exc
+            raise StoreError(f"the kernel store {self.root} cannot be used: {exc}. To build kernels, {remedy}") from exc
 
 
 _ADVICE = f"existing kernels can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"

@@ -158,6 +158,7 @@ def diagnose() -> Diagnosis:
     problems: list[str] = []
     toolchain = _toolchain(problems)
     store = _store(problems)
+    writable = store is not None and _is_writable(problems)
     before = len(problems)
     remote = _remote(problems)
     shared = remote is not None or len(problems) == before
@@ -165,7 +166,7 @@ def diagnose() -> Diagnosis:
     bundles = _bundles(problems)
     jit = _jit(problems)
     wrong = list(_wrong_values())
-    can_compile = toolchain is not None and store is not None and jit and shared and not wrong
+    can_compile = toolchain is not None and writable and jit and shared and not wrong
     usable = any(gpu.target is not None for gpu in gpus)
     return Diagnosis(
         versions={
@@ -206,6 +207,16 @@ def _store(problems: list[str]) -> Store | None:
         return None
     fetched = sum("fetched_from" in artifact.manifest for artifact in artifacts)
     return Store(str(store.root), len(artifacts), fetched, size)
+
+
+def _is_writable(problems: list[str]) -> bool:
+    """Whether kernels can be built into the store. Those that are there may be usable all the same."""
+    try:
+        KernelStore.default().require_writable()
+    except StoreError as exc:
+        problems.append(str(exc))
+        return False
+    return True
 
 
 def _remote(problems: list[str]) -> Remote | None:

@@ -117,6 +117,33 @@ def test_doctor_refuses_a_store_that_others_may_write(kit, run, tmp_path):
     assert "unusable" in out
 
 
+@pytest.mark.parametrize("name", ["locks", "tmp", "failed", "v2"])
+@pytest.mark.parametrize("kind", ["a link", "not a folder"])
+def test_doctor_says_why_nothing_can_be_built(kit, run, spec_file, tmp_path, name, kind):
+    (tmp_path / "store").mkdir(mode=0o700)
+    path = tmp_path / "store" / name
+    path.symlink_to(tmp_path) if kind == "a link" else path.touch()
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert f"{path} is {kind}. Remove it" in out.partition("\nProblems\n")[2]
+    assert "Can compile a kernel: no." in out
+    code, _, err = run("build", spec_file(sm80_spec()))
+    assert code == 4 or name == "failed"  # which nothing needs that succeeds
+    assert name == "failed" or f"{path} is {kind}. Remove it" in err
+
+
+def test_doctor_tries_to_write_where_the_store_will_be(kit, run, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", "/proc/store")
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "the kernel store /proc/store cannot be used" in out.partition("\nProblems\n")[2]
+
+
+def test_doctor_leaves_no_trace(kit, run, tmp_path):
+    assert run("doctor")[0] == 0
+    assert not (tmp_path / "store").exists()
+
+
 class _Properties:
     def __init__(self, name, major, minor):
         self.name, self.major, self.minor = name, major, minor
