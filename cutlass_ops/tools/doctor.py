@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,10 +116,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        data = dataclasses.asdict(self)
-        if self.toolchain is not None:
-            data["toolchain"] = {name: _plain(value) for name, value in data["toolchain"].items()}
-        return data
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
 
     def lines(self) -> Iterator[str]:
         """Yield the diagnosis as lines of text."""
@@ -362,9 +361,12 @@ def _gpu(properties: Any) -> Gpu:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [str(item) for item in value]
-    return None if value is None else str(value)
+    """Return a value made of what JSON has; paths become texts."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:

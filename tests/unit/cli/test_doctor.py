@@ -80,6 +80,10 @@ def test_doctor_as_json(kit, run):
     assert found["can_compile"]
     assert not found["can_run"]
     assert found["gpus"] == found["problems"] == []
+    assert found["toolchain"]["include_dirs"]
+    parts = dict(found["toolchain"]["parts"])
+    assert {type(number) for number in parts[str(kit.nvcc)]} == {int}
+    assert "Path(" not in out
 
 
 def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
