@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -54,6 +55,7 @@ from cutlass_ops.tools.options import (
     readable,
     refuse_given,
     require_dtype,
+    require_no_empty,
     require_pattern,
     require_time,
     require_version,
@@ -126,10 +128,18 @@ def _message(exc: Exception) -> str:
 
 
 def _say_error(kind: str, message: str) -> None:
-    if "--json" in sys.argv:
+    if _wants_json(sys.argv[1:]):
         # Standard output itself may have failed.
         with contextlib.suppress(OSError):
             typer.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+
+
+def _wants_json(args: list[str]) -> bool:
+    """Whether ``--json`` is this program's own option, and not that of a script, nor what follows ``--``."""
+    if args[:1] == ["profile"]:
+        command: Any = typer.main.get_command(app)
+        args = command.commands["profile"].own(args[1:])
+    return "--json" in itertools.takewhile(lambda text: text != "--", args)
 
 
 def _end_interrupted() -> NoReturn:
@@ -531,12 +541,28 @@ _COUNTING = ("kernels", "launches", "skip", "save", "plot")
 _RUNNING = ("dtype", "kernels", "launches", "skip", "save", "no_ncu", "no_trace", "timeout")
 
 
-class _Program(TyperCommand):
-    """A command that runs a program: what follows a script is the script's own, and an op has nothing of its own."""
+class _Program(Command):
+    """A command that runs a program: what follows a script is the script's own, and an op has nothing of its own.
+
+    So do ``python -m cProfile`` and ``torchrun``.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.allow_interspersed_args = not any(each.endswith(".py") for each in args)
-        return super().parse_args(ctx, args)
+        own = self.own(args)
+        ctx.allow_interspersed_args = not (own and spelling.is_script(own[-1]))
+        require_no_empty(own)
+        return TyperCommand.parse_args(self, ctx, args)
+
+    def own(self, args: list[str]) -> list[str]:
+        """Return the arguments of this command: all up to a script, or all if there is none."""
+        takes_value = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        rest = iter(enumerate(args, 1))
+        for count, text in rest:
+            if text in takes_value:
+                next(rest, None)
+            elif not text.startswith("-"):
+                return args[:count] if spelling.is_script(text) else args
+        return args
 
 
 @app.command(cls=_Program)

@@ -120,13 +120,18 @@ def require_version(version: str) -> None:
     packing.require_wheel("name", version)
 
 
+def require_no_empty(args: Sequence[str]) -> None:
+    """Refuse an empty argument."""
+    if "" in args:
+        raise typer.BadParameter("an argument is empty: give it a value. Is a shell variable not set?")
+
+
 class Command(TyperCommand):
     """A command whose arguments are not empty: an empty path would be the current folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments, none of which may be empty."""
-        if "" in args:
-            raise typer.BadParameter("an argument is empty: give it a value. Is a shell variable not set?")
+        require_no_empty(args)
         return super().parse_args(ctx, args)
 
 

@@ -78,10 +78,27 @@ def test_a_regular_expression_that_python_warns_about(kit, run):
 def test_a_script_gets_its_own_options(kit, run, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
-    code, _, err = run("profile", "--launches", "3", script, "--json", "--dtype", "f64")
-    assert code == 4
+    code, out, err = run("profile", "--launches", "3", script, "--json", "--dtype", "f64")
+    assert (code, out) == (4, "")
     assert "--launch-count 3" in err
     assert err.splitlines()[2].endswith(f"{script} --json --dtype f64")
+    code, out, err = run("profile", "--json", script, "--", "--json", "")
+    assert (code, "error" in json.loads(out)) == (4, True)
+    assert err.splitlines()[2].endswith(f"{script} -- --json ''")
+
+
+def test_only_the_target_is_a_script(kit, run, tmp_path):
+    code, out, err = run("profile", "gemm", "64x64x64", "--save", tmp_path / "counters.py", "--json")
+    assert (code, "error" in json.loads(out)) == (4, True)
+    code, out, err = run("profile", "--save", tmp_path / "counters.py", "gemm", "64x64x64", "--json")
+    assert (code, "error" in json.loads(out)) == (4, True)
+    code, _, err = run("profile", "--save", "", "train.py")
+    assert (code, "an argument is empty" in err) == (2, True)
+
+
+def test_json_behind_two_dashes_is_no_option(kit, run):
+    code, out, _ = run("verify", "--", "--json")
+    assert (code, "{" in out) == (5, False)
 
 
 def test_an_op_has_no_options_of_its_own(kit, run):
