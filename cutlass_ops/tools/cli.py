@@ -92,6 +92,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if sys.stderr is None:  # it is closed: messages would go to standard output, into the JSON
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    elif sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False)),
+            encoding=sys.stderr.encoding,
+            line_buffering=True,
+        )
     for stream in (sys.stdout, sys.stderr):
         # Output of compilers and paths may have characters that the locale lacks.
         if isinstance(stream, io.TextIOWrapper):
@@ -119,6 +125,16 @@ def main() -> None:
         # A defect of this library: print JSON for programs, and the traceback for people.
         _say_error(type(exc).__name__, str(exc))
         raise
+
+
+class _Messages(io.FileIO):
+    """Standard error, where a message that cannot be written is dropped: its failure must not hide the exit code."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def _message(exc: Exception) -> str:

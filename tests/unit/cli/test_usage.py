@@ -1,6 +1,7 @@
 """Wrong usage, errors, help, and arguments of every kind."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -141,6 +142,26 @@ def test_a_full_disk_behind_standard_output(kit, command):
         )
     assert done.returncode == 1
     assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["nothing"], 2),
+        (["explain", "gemm", "64x64"], 2),
+        (["verify", "none", "--json"], 5),
+        pytest.param(["profile", "gemm", "64x64x64"], 4, marks=pytest.mark.slow),
+        pytest.param(["explain", "gemm", "64x64x64", "--device", "H100"], 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_full_disk_behind_standard_error_changes_no_exit_code(arguments, code):
+    command = [sys.executable, "-m", "cutlass_ops", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=full, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        )
+    assert done.returncode == code
+    assert "--json" not in arguments or json.loads(done.stdout)
 
 
 def test_json_is_alone_on_standard_output_if_a_module_prints(tmp_path):
