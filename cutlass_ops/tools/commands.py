@@ -25,7 +25,7 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.entry import Artifact, open_entry
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import env, executors, resources, writable
-from cutlass_ops.base.errors import ConfigError, LoadError
+from cutlass_ops.base.errors import BundleError, ConfigError, LoadError
 from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare import chips, spelling
@@ -211,6 +211,8 @@ def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | N
 
 def verify(path: Path, key: list[Path] | None, minimum_version: int | None, failing: int, as_json: bool) -> int:
     """Check a bundle; `failing` if anything is wrong."""
+    if not path.exists():  # a report would be about a bundle
+        raise BundleError(f"bundle {path} cannot be read: no such file or folder")
     keys, least = _asked(key, minimum_version)
     found = verifying.verify(path, keys, minimum_version=least)
     signed = f"signed by {found.signed_by}" if found.signed else "no signature was required"

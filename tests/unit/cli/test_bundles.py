@@ -252,3 +252,13 @@ def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(
     assert (code, out) == (1, "")
     assert why in err
     assert kit.compilations == 0
+
+
+def test_what_is_not_there_has_no_report(kit, run, tmp_path):
+    code, out, err = run("verify", tmp_path / "none", "--json")
+    error = {
+        "kind": "BundleError",
+        "message": f"bundle {tmp_path}/none cannot be read: no such file or folder",
+    }
+    assert (code, json.loads(out)) == (5, {"error": error})
+    assert "no such file" in err
