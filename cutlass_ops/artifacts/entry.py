@@ -13,7 +13,7 @@ from typing import Any
 
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import checked_json, recency
-from cutlass_ops.base.errors import LoadError
+from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
@@ -212,12 +212,14 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and set(files) == {LIBRARY, SOURCE}
             and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
             and all(isinstance(f["sha256"], str) for f in files.values())
-            and isinstance(data.get("fetched_from", ""), str)
+            and all(isinstance(data.get(name, ""), str) for name in ("created", "fetched_from"))
         )
     except KeyError as exc:
         raise LoadError(f"{path} is not the manifest of a kernel: it has no field {exc}") from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-        raise LoadError(f"{path} is not the manifest of a kernel: {exc!r}") from None
+    except ConfigError as exc:
+        raise LoadError(f"{path} is not the manifest of a kernel: {exc}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise LoadError(f"{path} is not the manifest of a kernel: a field has the wrong type") from None
     if not good:
         raise LoadError(f"{path} is the manifest of another kernel or of another format")
     return dict(data)

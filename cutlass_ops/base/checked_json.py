@@ -7,7 +7,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from cutlass_ops.base.errors import ConfigError
@@ -150,8 +150,16 @@ def mapping(data: object, what: str, names: str | None) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{what} must be an object, not {type(data).__name__}")
     if names is not None and set(data) != set(names.split()):
-        raise ConfigError(f"{what} must have the fields {names}, not {shown(' '.join(sorted(map(str, data))))}")
+        raise ConfigError(f"{what} must have the fields {names}: {difference(data, names.split())}")
     return data
+
+
+def difference(found: Iterable[object], wanted: Iterable[str]) -> str:
+    """Say which fields an object lacks, and which it should not have. They differ from those that are wanted."""
+    wanted, given = set(wanted), set(map(str, found))
+    missing = f"it lacks {', '.join(sorted(wanted - given))}" if wanted - given else ""
+    unknown = f"it may not have {shown(', '.join(sorted(given - wanted)))}" if given - wanted else ""
+    return " and ".join(filter(None, (missing, unknown)))
 
 
 def sequence(data: object, what: str, most: int | None = None) -> list[Any]:

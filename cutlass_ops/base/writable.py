@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -48,11 +49,12 @@ def require_folder(path: Path) -> None:
     """
     if os.path.lexists(path) and not path.is_dir():
         raise ValueError(f"{path} is not a folder: name a folder")
-    _require_place(path / "file")
+    _require_place(path, path / "file")
 
 
-def _require_place(path: Path) -> None:
-    whole = path.absolute()
+def _require_place(path: Path, file: Path | None = None) -> None:
+    """Check that a file can be created at a path, or as a file of this folder."""
+    whole = (file or path).absolute()
     above = next(folder for folder in whole.parents if os.path.lexists(folder))
     if not above.is_dir():
         raise ValueError(f"{path} cannot be written: {above} is not a folder")
@@ -63,6 +65,7 @@ def _require_place(path: Path) -> None:
         # A real attempt: permission bits are not enough, since even root cannot write everywhere.
         tempfile.TemporaryFile(dir=above).close()
     except OSError as exc:
-        raise ValueError(
-            f"{path} cannot be written: this user may not create files in {above} ({exc.strerror}). Name another path"
-        ) from None
+        # Others than a refusal are such as a full disk, or a file system of the kernel's.
+        refused = exc.errno in (errno.EACCES, errno.EPERM)
+        why = f"this user may not create files in {above}" if refused else f"no file can be created in {above}"
+        raise ValueError(f"{path} cannot be written: {why} ({exc.strerror}). Name another path") from None

@@ -343,9 +343,10 @@ class KernelSpec:
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
         if not isinstance(data, Mapping):
             raise ConfigError(f"a kernel spec must be a JSON object, not {type(data).__name__}")
-        if set(data) - {"form"} != fields:
-            found = checked_json.shown(", ".join(sorted(map(str, data))))
-            raise ConfigError(f"a kernel spec must have the fields {', '.join(sorted(fields))}, not {found}")
+        given = set(data) - {"form"}
+        if given != fields:
+            wrong = checked_json.difference(given, fields)
+            raise ConfigError(f"a kernel spec must have the fields {', '.join(sorted(fields))}: {wrong}")
         try:
             return cls(
                 a=data["a"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import runpy
 import sys
 import traceback
@@ -47,6 +48,7 @@ else:
 
 FORMAT = 1
 
+_FORMS = "a TOML file, a Python file, or MODULE:NAME of a catalogue; `build` and `generate` also take SPEC.json"
 # Maximum elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
 _MOST = 1 << 48
 _MAX_SPEC = 1 << 20  # bytes
@@ -330,12 +332,23 @@ def load(name: str) -> Catalogue:
     if path.suffix == ".py":
         path.open("rb").close()  # an unreadable file is an OSError, not a ConfigError
         with _importing_from(path.absolute().parent), _foreign(name):
-            found = runpy.run_path(name).get("catalogue")
+            defined = runpy.run_path(name)
+        if "catalogue" not in defined:
+            raise ConfigError(
+                f"{name} defines no `catalogue`: set catalogue = Catalogue(...) of cutlass_ops.shipping there, which "
+                "lists ops or epilogues and their problems"
+            )
+        found = defined["catalogue"]
+    elif os.path.isdir(name):
+        raise ConfigError(f"{name} is a folder: use {_FORMS}")
+    elif os.path.exists(name):
+        raise ConfigError(f"{name} is a file of another kind: use {_FORMS}")
     else:
         with _importing_from(Path.cwd()):
-            found = import_object(name, "a TOML file, a Python file, or MODULE:NAME of a catalogue")
+            found = import_object(name, _FORMS)
     if not isinstance(found, Catalogue):
-        raise ConfigError(f"{name} must be a cutlass_ops.ship.shipping.Catalogue, not {type(found).__name__}")
+        what = "`catalogue` in " if path.suffix == ".py" else ""
+        raise ConfigError(f"{what}{name} must be a cutlass_ops.shipping.Catalogue, not {type(found).__name__}")
     return found
 
 

@@ -31,7 +31,7 @@ def test_places_that_can_be_written_are_left_as_they_are(tmp_path):
         ("file/far/under", "is not a folder"),
         ("dangling/under", "is not a folder"),
         ("/dev/null/under", "is not a folder"),
-        ("/proc/under", "may not create files in /proc"),
+        ("/proc/under", "no file can be created in /proc"),
         ("x" * 240, "its name is too long"),
         ("new/" + "x" * 300 + "/file", "its name is too long"),
     ],

@@ -265,3 +265,8 @@ def test_tune_refuses_a_folder_that_cannot_be_written_before_it_measures(kit, ru
     assert "is not a folder" in err or "cannot be written" in err
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / folder))
     assert run("tune", "gemm", "1x2x3")[0] == 1
+
+
+def test_a_folder_is_named_as_it_was_given(kit, run):
+    _, _, err = run("tune", "gemm", "1x2x3", "--folder", "/proc/x")
+    assert "error: /proc/x cannot be written: no file can be created in /proc (" in err

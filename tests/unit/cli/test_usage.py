@@ -21,7 +21,11 @@ from tests.sampling import sampled
     [
         ("", "spec.json: it is not valid JSON: Expecting value"),
         ("[]", "spec.json: a kernel spec must be a JSON object"),
-        ("{}", "spec.json: a kernel spec must have the fields"),
+        (
+            "{}",
+            "spec.json: a kernel spec must have the fields a, b, config, d, epilogue, inputs, outputs, target: it",
+        ),
+        ('{"z": 1}', "it lacks a, b, config, d, epilogue, inputs, outputs, target and it may not have 'z'"),
         (None, "spec.json cannot be used: No such file"),
     ],
 )
@@ -33,6 +37,43 @@ def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("ep.py", "x = 1", "ep.py defines no `catalogue`: set catalogue = Catalogue(...) of cutlass_ops.shipping"),
+        ("ep.py", "catalogue = 1", "`catalogue` in ep.py must be a cutlass_ops.shipping.Catalogue, not int"),
+        ("notes", "{}", "notes is a file of another kind: use a TOML file, a Python file, or MODULE:NAME"),
+        (".", None, ". is a folder: use a TOML file, a Python file, or MODULE:NAME of a catalogue; `build` and"),
+        ("nothing", None, "unknown name 'nothing': use a TOML file, a Python file"),
+    ],
+)
+def test_what_is_neither_a_declaration_nor_a_catalogue(kit, run, tmp_path, monkeypatch, name, text, says):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, err = run("build", name)
+    assert (code, says in err) == (1, True), err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"identity": 1, "files": {}}'])
+def test_a_corrupt_manifest_is_named_in_words(kit, run, spec_file, tmp_path, caplog, text):
+    assert run("build", spec_file(sm80_spec()))[0] == 0
+    (manifest,) = (tmp_path / "store").glob("v2/*/*/manifest.json")
+    manifest.write_text(text)
+    code, out, _ = run("list")
+    assert (code, ": 0 kernels" in out) == (0, True)
+    (said,) = caplog.messages
+    assert f"{manifest} is not the manifest of a kernel: " in said
+    assert "Error(" not in said
+
+
+def test_an_odd_time_in_a_manifest_is_not_listed(kit, run, spec_file, tmp_path, caplog):
+    assert run("build", spec_file(sm80_spec()))[0] == 0
+    (manifest,) = (tmp_path / "store").glob("v2/*/*/manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"created": {"year": 2026}}))
+    assert "{" not in run("list")[1]
 
 
 def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
