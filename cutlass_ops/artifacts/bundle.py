@@ -27,6 +27,7 @@ from cutlass_ops.artifacts.manifest import (
 from cutlass_ops.artifacts.signing import SIGNATURE_BYTES, PublicKeys, public_key_paths, require_signature, sign
 from cutlass_ops.base import checked_json, resources
 from cutlass_ops.base.errors import BundleError
+from cutlass_ops.base.units import counted
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
@@ -110,7 +111,7 @@ class Bundle:
         self._records: dict[KernelSpec, KernelRecord] = {record.spec: record for record in manifest.kernels}
 
     def __repr__(self) -> str:
-        return f"<bundle {self.path}: {len(self._records)} kernels for {', '.join(self.manifest.targets)}>"
+        return f"<bundle {self.path}: {counted(len(self._records), 'kernel')} for {', '.join(self.manifest.targets)}>"
 
     def find(self, spec: KernelSpec) -> BundledKernel | None:
         """Return the kernel of a declaration, or None."""

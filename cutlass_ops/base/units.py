@@ -1,4 +1,4 @@
-"""Parse sizes and durations such as ``2GB`` and ``30d``."""
+"""Parse sizes and durations such as ``2GB`` and ``30d``, and print numbers of things."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ _BYTES = {
 _SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
 # Compiled when it is first needed, as re does with texts.
 _QUANTITY = r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)"
+
+
+def counted(number: int, one: str, several: str | None = None) -> str:
+    """Return a number of things in words, such as ``"1 kernel"`` and ``"2 kernels"``.
+
+    Parameters
+    ----------
+    number : int
+        How many.
+    one, several : str
+        What they are called; by default, several end in s.
+    """
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def size(text: str, name: str) -> int:

@@ -26,6 +26,7 @@ from cutlass_ops.artifacts.entry import Artifact, open_entry
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import env, executors, resources, writable
 from cutlass_ops.base.errors import BundleError, ConfigError, LoadError
+from cutlass_ops.base.units import counted
 from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare import chips, spelling
@@ -70,7 +71,7 @@ def generate(catalogue: str | None, out: Path | None, check: bool, as_json: bool
     entries = catalog.default() if catalogue is None else _entries(catalogue)
     changed = catalog.stale(folder, entries) if check else catalog.write(folder, entries)
     verb = "stale" if check else "updated"
-    summary = f"{folder}: {len(entries)} kernels, {len(changed)} files {verb}"
+    summary = f"{folder}: {counted(len(entries), 'kernel')}, {counted(len(changed), 'file')} {verb}"
     _show(as_json, {"folder": str(folder), "changed": changed}, *(f"{verb}: {name}" for name in changed), summary)
     return 1 if check and changed else 0
 
@@ -189,12 +190,12 @@ def _distribution_lines(about: dict[str, Any]) -> list[str]:
         for s in about["signatures"]
     ]
     if about["wheel"] is not None:
-        return [*lines, f"{about['wheel']}: {about['kernels']} kernels, {about['bytes']:,} bytes"]
+        return [*lines, f"{about['wheel']}: {counted(about['kernels'], 'kernel')}, {about['bytes']:,} bytes"]
     size = "of unknown size: the store has none of them"
     if about["expected_bytes"] is not None:
         wheel, installed = (about[name] / 1e6 for name in ("expected_bytes", "expected_bytes_installed"))
         size = f"about {wheel:.0f} MB as a wheel and {installed:.0f} MB installed, by those in the store"
-    return [*lines, f"{about['kernels']} kernels, {size}; {about['missing']} are not compiled yet"]
+    return [*lines, f"{counted(about['kernels'], 'kernel')}, {size}; not compiled yet: {about['missing']}"]
 
 
 def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, version: str | None) -> None:
@@ -217,7 +218,8 @@ def verify(path: Path, key: list[Path] | None, minimum_version: int | None, fail
     found = verifying.verify(path, keys, minimum_version=least)
     signed = f"signed by {found.signed_by}" if found.signed else "no signature was required"
     version = "" if found.version is None else f", version {found.version}"
-    good = f"{found.path}{version}: {found.kernels} kernels for {', '.join(found.targets)} match the manifest; {signed}"
+    kernels, match = counted(found.kernels, "kernel"), "matches" if found.kernels == 1 else "match"
+    good = f"{found.path}{version}: {kernels} for {', '.join(found.targets)} {match} the manifest; {signed}"
     _show(
         as_json,
         found.to_json(),
@@ -272,7 +274,7 @@ def tune(
     counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
     lines += [f"table: {file}" for file in files]
-    summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
+    summary = f"{counted(report.measured, 'problem')} measured, {report.known} known before, {report.left} left"
     _show(as_json, counts | {"failed": report.failed}, *lines, summary)
     return 1 if report.measured + report.known < report.asked else 0
 
@@ -423,7 +425,7 @@ def list_kernels(
         for row in rows
     ]
     more = [] if installed else [f"installed: {name} (--installed lists its kernels)" for name in distributions]
-    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels", *more)
+    _show(as_json, rows, *lines, f"{where}: {counted(len(rows), 'kernel')}", *more)
     return 0
 
 
@@ -447,7 +449,9 @@ def clean(unused_for: float | None, keep: int | None, as_json: bool) -> int:
     """Remove kernels from the store: all, those unused for so many seconds, or those beyond so many bytes."""
     store = KernelStore.default()
     removed = store.clean(unused_for=unused_for, keep=keep)
-    _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
+    _show(
+        as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {counted(removed, 'kernel')} removed"
+    )
     return 0
 
 
@@ -515,9 +519,9 @@ def _bytes(bundle: Path) -> int:
 def _about_line(about: dict[str, Any]) -> str:
     signed = "signed" if about["signed"] else "not signed"
     return (
-        f"{about['path']}: {about['kernels']} kernels for {', '.join(about['targets'])}, {about['library_bytes']:,} "
-        f"bytes of libraries, the largest {about['largest_library']:,}, {about['bytes']:,} in all; {signed}; "
-        f"{about['seconds']} s"
+        f"{about['path']}: {counted(about['kernels'], 'kernel')} for {', '.join(about['targets'])}, "
+        f"{about['library_bytes']:,} bytes of libraries, the largest {about['largest_library']:,}, "
+        f"{about['bytes']:,} in all; {signed}; {about['seconds']} s"
     )
 
 
@@ -582,12 +586,12 @@ def _show_reports(as_json: bool, reports: list[tuple[Artifact, KernelReport]]) -
 def _report_lines(artifact: Artifact, report: KernelReport) -> list[str]:
     sass = ", ".join(f"{count} {opcode}" for opcode, count in report.sass.items())
     block = {
-        "stages": report.stages,
-        "threads": report.threads,
-        "bytes of dynamic shared memory": report.dynamic_shared_memory,
-        "blocks an SM": report.blocks_per_sm,
+        ("stage", "stages"): report.stages,
+        ("thread", "threads"): report.threads,
+        ("byte of dynamic shared memory", "bytes of dynamic shared memory"): report.dynamic_shared_memory,
+        ("block an SM", "blocks an SM"): report.blocks_per_sm,
     }
-    known = ", ".join(f"{number:,} {what}" for what, number in block.items() if number is not None)
+    known = ", ".join(counted(number, *names) for names, number in block.items() if number is not None)
     return [
         report.slug,
         f"  {artifact.where}",

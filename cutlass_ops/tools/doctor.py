@@ -18,6 +18,7 @@ from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, StoreError, ToolchainError
+from cutlass_ops.base.units import counted
 from cutlass_ops.compilation.toolchain import Toolchain, find_toolchain
 from cutlass_ops.epilogue.unknown import alike
 
@@ -126,7 +127,7 @@ class Diagnosis:
         yield from _section("GPU", [_gpu_line(gpu) for gpu in self.gpus] or ["none that PyTorch sees"])
         yield from _section("Store", [_store_line(self.store) if self.store else "unusable"])
         yield from _section("Remote store", [_remote_line(self.remote) if self.remote else "none"])
-        bundles = [f"{b.path}: {b.kernels} kernels for {', '.join(b.targets)}" for b in self.bundles]
+        bundles = [f"{b.path}: {counted(b.kernels, 'kernel')} for {', '.join(b.targets)}" for b in self.bundles]
         yield from _section("Bundles", bundles or ["none"])
         yield from _section("Environment", [_variable_line(v, self.environment[v.name]) for v in env.VARIABLES])
         if self.remarks:
@@ -376,8 +377,8 @@ def _section(title: str, lines: list[str]) -> Iterator[str]:
 
 
 def _store_line(store: Store) -> str:
-    fetched = f", {store.fetched} of them fetched" if store.fetched else ""
-    return f"{store.path}: {store.kernels} kernels{fetched}, {store.bytes:,} bytes"
+    fetched = f", {store.fetched:,} of them fetched" if store.fetched else ""
+    return f"{store.path}: {counted(store.kernels, 'kernel')}{fetched}, {store.bytes:,} bytes"
 
 
 def _remote_line(remote: Remote) -> str:

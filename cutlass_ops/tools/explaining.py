@@ -380,7 +380,8 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     }[best.source]
     bound = policy.own is not None and policy.own.deterministic
     only = ", all with bit-identical results (deterministic tuning)" if bound else ""
-    return f"{how}; one of {count} kernels kept for this weight{only}"
+    kept = "the only kernel kept" if count == 1 else f"one of {count} kernels kept"
+    return f"{how}; {kept} for this weight{only}"
 
 
 def _contract(signature: OpSignature, device: Device, config: Config | None) -> tuple[Finding, ...]:

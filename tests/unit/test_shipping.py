@@ -324,7 +324,7 @@ def test_a_python_catalogue(tmp_path, monkeypatch):
     ("name", "why"),
     [
         ("catalogue", "unknown name 'catalogue': use a TOML file, a Python file, or MODULE:NAME"),
-        ("json:dumps", "json:dumps must be a cutlass_ops.ship.shipping.Catalogue, not function"),
+        ("json:dumps", "json:dumps must be a cutlass_ops.shipping.Catalogue, not function"),
         ("no_such_module:catalogue", "cannot be imported"),
     ],
 )

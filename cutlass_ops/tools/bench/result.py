@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops.base import tabular
+from cutlass_ops.base.units import counted
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.tools.bench import page
 from cutlass_ops.tools.bench.numbers import METHODS, OURS, Numbers
@@ -67,7 +68,7 @@ class Benchmark(Numbers):
 
     def __repr__(self) -> str:
         means = ", ".join(f"{n} {m:.3f}" for n in self.ways if n != OURS and (m := self.geomean(n)) is not None)
-        return f"<benchmark of {self.op} at {len(self.rows)} problems; others over ours: {means or 'none'}>"
+        return f"<benchmark of {self.op} at {counted(len(self.rows), 'problem')}; others over ours: {means or 'none'}>"
 
     def __str__(self) -> str:
         return "\n".join(self.lines(styled=False))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.tensor_cores import BITS, MMA_SYNC, TCGEN05, WGMMA, Architecture, Instruction, instructions
+from cutlass_ops.base.units import counted
 from cutlass_ops.tools.contract import library
 from cutlass_ops.tools.contract.given import Asked
 from cutlass_ops.tools.contract.result import Condition, Ruling
@@ -174,7 +175,7 @@ def _shared_memory(asked: Asked, tile: Tile, instruction: Instruction | None, ar
     def needs(stages: int) -> int:
         return stage * max(stages - spare, 1)
 
-    says = f"{tile.stages} stages of {stage} bytes, of {limit} on {architecture.name}"
+    says = f"{counted(tile.stages, 'stage')} of {stage} bytes, of {limit} on {architecture.name}"
     fewer = next((stages for stages in range(tile.stages, 0, -1) if needs(stages) <= limit), None)
     if fewer == tile.stages:
         return Condition("shared_memory", True, says)

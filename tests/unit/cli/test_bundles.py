@@ -11,6 +11,7 @@ import time
 import pytest
 from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fake_toolkit import sm80_spec
 from processes import ended
 
 
@@ -169,7 +170,8 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
         (["bundle", "--folder", "--out", "."], 1, "ValueError"),
         (["bundle", "--sign", "none.pem"], 1, "FileNotFoundError"),
         (["bundle", "--sign", "catalogue.toml"], 1, "ValueError"),
-        (["verify", "none", "--key", "none.pem"], 5, None),
+        (["verify", "none", "--key", "none.pem"], 5, "BundleError"),
+        (["verify", "catalogue.toml"], 5, None),
         (["generate", "catalogue.toml"], 2, "UsageError"),
         (["list", "--bundle", "none"], 5, "BundleError"),
         (["build", "catalogue.toml"], 4, "ToolchainError"),
@@ -181,7 +183,7 @@ def test_errors_as_json(kit, run, catalogue, monkeypatch, tmp_path, args, code, 
     found, out, err = run(*args, "--json")
     assert found == code
     if kind is None:  # the answer itself says what is wrong
-        assert "cannot be read" in json.loads(out)["problems"][0]
+        assert "catalogue.toml" in json.loads(out)["problems"][0]
         return
     assert json.loads(out)["error"]["kind"] == kind
     assert json.loads(out)["error"]["message"] in err
@@ -262,3 +264,14 @@ def test_what_is_not_there_has_no_report(kit, run, tmp_path):
     }
     assert (code, json.loads(out)) == (5, {"error": error})
     assert "no such file" in err
+
+
+def test_one_kernel_is_singular(kit, run, spec_file, tmp_path):
+    path = spec_file(sm80_spec())
+    (tmp_path / "one.toml").write_text(f'format = 1\nspecs = ["{path}"]\n')
+    made = run("bundle", tmp_path / "one.toml", "--out", tmp_path / "a.bundle")[1]
+    said = made + run("verify", tmp_path / "a.bundle")[1] + run("generate", path, "--out", tmp_path / "sources")[1]
+    said += run("list")[1] + run("inspect", "gemm")[1] + run("clean")[1]
+    for each in ("1 kernel for sm_80,", "1 kernel for sm_80 matches", "1 kernel, ", ": 1 kernel\n", "1 kernel removed"):
+        assert each in said
+    assert not re.search(r"\b1 (kernels|files|stages|blocks)", said)

@@ -149,7 +149,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     )
     assert code == 1  # one problem is left
     assert "failed: 1x2x3: it does not end" in out
-    assert "1 problems measured, 0 known before, 1 left" in out
+    assert "1 problem measured, 0 known before, 1 left" in out
     assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
     assert op is builtin.identity
