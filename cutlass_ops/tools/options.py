@@ -143,7 +143,10 @@ CatalogueName = Annotated[
     typer.Argument(metavar="[CATALOGUE]", help="A TOML or Python file, or MODULE:NAME. Default: the library's own."),
 ]
 Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Kernels to compile at the same time. Default: the number of CPUs.")
+    int | None,
+    typer.Option(
+        min=1, help=f"Kernels to compile at the same time. Default: {env.JOBS.name}, else the number of CPUs."
+    ),
 ]
 Where = Annotated[
     str | None,

@@ -3,10 +3,14 @@
 import json
 import os
 import re
+from pathlib import Path
 
 from fake_toolkit import sm80_spec
 
+from cutlass_ops.ship import shipping
 from cutlass_ops.tools import commands
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_generate_writes_once(kit, run, tmp_path):
@@ -78,3 +82,19 @@ def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, mon
 
 def _refuse(*_):
     raise commands.ConfigError("unknown field")
+
+
+def test_the_declaration_in_the_documents_can_be_built(kit, run, tmp_path):
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (text,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "spec.json"
+    path.write_text(text)
+    assert run("generate", path, "--out", tmp_path / "sources")[0] == 0
+    assert run("build", path)[0] == 0
+    spec = shipping.read_spec(path)
+    path.write_text(spec.canonical())  # as the page says
+    assert shipping.read_spec(path) == spec
+
+
+def test_help_names_the_variable_of_jobs(run):
+    assert "CUTLASS_OPS_JOBS" in run("build", "--help")[1]
