@@ -12,7 +12,8 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.kinds.serving import plain_epilogue
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import check_call, device_of, signature_of
-from tests.gpu import oracle
+from tests.gpu import multiplied, oracle
+from tests.gpu.multiplied import whole
 
 pytestmark = pytest.mark.gpu
 
@@ -248,6 +249,18 @@ def test_threads_store_a_further_tile_beside_a_reduction(tile, major, config):
     for found, wanted in ((outputs.d, x.to(BF16)), (outputs.most, x.abs().amax(1))):
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("math", [None, "tf32"], ids=["i8", "tf32"])
+def test_other_operands(math, dtype):
+    m, n, k = 333, 208, 528
+    x, w = (multiplied.floats(m, k), multiplied.floats(n, k)) if math else (whole(m, k), whole(n, k))
+    acc = multiplied.exact(x, w.t(), math)
+    scale = acc.abs().max() / torch.finfo(dtype).max * 0.9  # a few values saturate
+    d, amax = co.gemm(x, w.t(), epilogue=quantised, scale=scale.item(), out_dtype=dtype, math=math)
+    assert_near(d, acc * scale.reciprocal())
+    assert oracle.error(amax, acc.abs().amax(1)) <= SUMS
 
 
 @pytest.mark.parametrize("dtype", NAMES)
