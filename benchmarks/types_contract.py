@@ -138,9 +138,10 @@ def text(rows: Sequence[Row]) -> str:
     """Return the part of the document."""
     return f"""{contract(rows)}
 
-The peak is BF16's, by the relative rates of the instructions. The rest is of `benchmarks/bench_types.py` on an H200,
-with A and B along K: the highest rate, also as a part of the peak, and the speed-up over the fastest of PyTorch's ways,
-as the geometric mean over cases and shapes (their number in brackets) and the worst of them.
+The peak is BF16's, by the relative rates of the instructions; NVIDIA gives 67 TFLOP/s for FP64. The rest is of
+`benchmarks/bench_types.py` on an H200, with A and B along K: the highest rate, also as a part of the peak, and the
+speed-up over the fastest of PyTorch's ways, as the geometric mean over cases and shapes (their number in brackets) and
+the worst of them.
 
 M, N and K may have any size, including 0. A and B are row- or column-major. The table shows the instruction on Hopper
 at M = N = K = 4096. Lines begin at multiples of 16 bytes; in the last two columns, only at multiples of one element:
