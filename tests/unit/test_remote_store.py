@@ -599,7 +599,8 @@ def test_a_cancelled_builder_lets_the_next_go_on(shared, keys, kit, local, monke
 
 def test_the_server_goes_away_while_a_kernel_is_compiled(shared, keys, kit, local, monkeypatch, caplog, quick):
     name_store(monkeypatch, f"file://{shared}", keys[1], keys[0])
-    kit.makes(library(HMMA), before=f"rm -rf {shared}; echo > {shared}\n")
+    # Again where a builder's sign of life came in between, and made the folder anew.
+    kit.makes(library(HMMA), before=f"until rm -rf {shared} && echo > {shared}; do sleep 0.01; done\n")
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
     assert len(said(caplog)) == 1
 
