@@ -18,20 +18,22 @@ Each row: {"m", "weight", "us", "gc_us", "at", "pytorch_us"}.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import os
 import random
-import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import harness
@@ -69,28 +71,31 @@ class Collections:
 
 @contextmanager
 def watched(found: list[str]) -> Iterator[None]:
-    """Add where threads are if the block takes long. What looks needs no lock of the interpreter."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-        faulthandler.dump_traceback_later(LONG_US / 1e6, file=file)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            file.seek(0)
-            found += stacks(file.read())
+    """Add where threads are if the block takes long; of a call that keeps the interpreter's lock, where it returns to.
+
+    By a signal: what faulthandler looks at meanwhile is not there any more when it reads it (benchmarks/NOTES.md).
+    """
+    before = signal.signal(signal.SIGALRM, lambda _, frame: found.extend(stacks(frame)))
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, LONG_US / 1e6)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def stacks(dump: str) -> list[str]:
-    """Return the innermost functions of each thread that has called this library, from what faulthandler writes."""
-    threads = [_FRAME.findall(part) for part in re.split(r"^(?:Thread|Current thread) .*$", dump, flags=re.MULTILINE)]
+def stacks(interrupted: FrameType | None) -> list[str]:
+    """Return the innermost functions of each thread that has called this library; this one's are of a given frame."""
+    frames = [interrupted, *(f for at, f in sys._current_frames().items() if at != threading.get_ident())]
+    threads = [list(traceback.walk_stack(frame)) for frame in frames if frame is not None]
     return [
-        " < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in frames[:_FRAMES])
-        for frames in threads
-        if any("cutlass_ops" in Path(file).parts for file, _, _ in frames)
+        " < ".join(f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in stack[:_FRAMES])
+        for stack in threads
+        if any("cutlass_ops" in Path(f.f_code.co_filename).parts for f, _ in stack)
     ]
 
 
-_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
 _FRAMES = 4
 
 
