@@ -279,13 +279,13 @@ def test_any_output_in_any_locale_is_an_error_that_can_be_printed(toolkit, tmp_p
     script = f"""{WITHOUT_PYTORCH}
 from pathlib import Path
 from cutlass_ops.base import arch
-from cutlass_ops.tools import cli
+from cutlass_ops.tools.cli import program
 from cutlass_ops.compilation import compiler, toolchain
 
 kit, place = map(Path, sys.argv[1:3])
 chain = toolchain._examine(kit / "bin" / "nvcc", "test", kit / "host" / "g++", None)
-cli.app = lambda: compiler.compile_kernel(place, "kernel.cu", "kernel.so", arch.target("sm_80"), chain)
-cli.main()
+program.app = lambda: compiler.compile_kernel(place, "kernel.cu", "kernel.so", arch.target("sm_80"), chain)
+program.main()
 """
     locale = {"LC_ALL": "C", "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(

@@ -13,6 +13,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.ship import shipping
 from cutlass_ops.tools import cli
+from cutlass_ops.tools.cli import exits
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -60,7 +61,7 @@ def test_every_command_is_in_the_table_with_its_own_options():
 
 def test_exit_codes_are_those_of_the_command_line():
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", DEPLOYMENT, re.MULTILINE)}
-    assert documented == {0, 1, *cli._EXIT_CODES.values(), cli._WRONG_USAGE, cli._INTERRUPTED}
+    assert documented == {0, 1, *exits.EXIT_CODES.values(), exits.WRONG_USAGE, exits.INTERRUPTED}
     for code in documented:
         assert re.search(rf"\b{code} [a-z]", cli.__doc__)
 

@@ -32,7 +32,8 @@ from cutlass_ops.run.call import call_at
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.supply import stand_in, supply
 from cutlass_ops.ship.packing import write_distribution
-from cutlass_ops.tools import commands, doctor
+from cutlass_ops.tools import doctor
+from cutlass_ops.tools.commands import kernels as commands
 from cutlass_ops.tools.explaining import explain_call
 
 really = installed.importlib.metadata.distributions

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from fake_toolkit import sm80_spec
 
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.ship import shipping
-from cutlass_ops.tools import commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -74,14 +75,14 @@ def test_clean_what_is_old_or_too_much(kit, run, spec_file, tmp_path):
 
 def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, monkeypatch):
     assert run("build", spec_file(sm80_spec()))[0] == 0
-    monkeypatch.setattr(commands.KernelSpec, "from_json", _refuse)
+    monkeypatch.setattr(KernelSpec, "from_json", _refuse)
     code, out, _ = run("list")
     assert code == 0
     assert "declared by another version" in out
 
 
 def _refuse(*_):
-    raise commands.ConfigError("unknown field")
+    raise ConfigError("unknown field")
 
 
 def test_the_declaration_in_the_documents_can_be_built(kit, run, tmp_path):

@@ -13,8 +13,8 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import call_at
 from cutlass_ops.run.grouped import wgrad_op
-from cutlass_ops.tools import commands
 from cutlass_ops.tools.explaining import explain_call
+from cutlass_ops.tuner import tuning
 
 
 def test_explain_reads_every_combination_of_extents(kit, run):
@@ -140,9 +140,9 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
         calls.append((op, problems, options))
         measured = {found.signature: found}
         failed = {"1x2x3": "it does not end"}
-        return commands.tuning.Report(measured, measured=1, known=0, left=1, failed=failed, asked=len(problems))
+        return tuning.Report(measured, measured=1, known=0, left=1, failed=failed, asked=len(problems))
 
-    monkeypatch.setattr(commands.tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(
         *("tune", "gemm", "1,4x2x3", "--dtype", "f16", "--kernels", "5", "--seconds", "9", "--folder", "t", "--again")
@@ -171,9 +171,9 @@ def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monke
     def tune(op, problems, **options):
         calls.append((op, options["dtypes"], options["input_dtypes"]))
         asked = len(problems) * len(options["dtypes"])
-        return commands.tuning.Report(measured=asked, asked=asked)
+        return tuning.Report(measured=asked, asked=asked)
 
-    monkeypatch.setattr(commands.tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "tune", tune)
     assert run("tune", "rmsnorm_gemm", "1x2x3", "--dtype", "fp16", "--dtype", "torch.bfloat16")[0] == 0
     assert run("tune", "layernorm_gemm", "1x2x3")[0] == 0
     assert run("tune", "gemm_residual_rms", "1x2x3", "--dtype", "bf16,f16")[0] == 0
@@ -199,9 +199,9 @@ def test_tune_takes_groups(kit, run, monkeypatch, options, groups, spreads, op):
 
     def tune(op, problems, **given):
         calls.append((op, given["groups"], given["spreads"], given["batches"]))
-        return commands.tuning.Report(measured=1, asked=1)
+        return tuning.Report(measured=1, asked=1)
 
-    monkeypatch.setattr(commands.tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "tune", tune)
     # Near means of rows are one problem: it is enough if that was measured.
     assert run("tune", "gemm_bias", "298,299x2048x4096", "--groups", "64", *options)[0] == 0
     assert calls == [(op, groups, spreads, None)]
@@ -259,7 +259,7 @@ def test_tune_refuses_groups_that_it_cannot_tune(run, options, why):
 @pytest.mark.parametrize("folder", ["file", "/dev/null", "/proc", "file/under"])
 def test_tune_refuses_a_folder_that_cannot_be_written_before_it_measures(kit, run, monkeypatch, tmp_path, folder):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(commands.tuning, "Measurer", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(tuning, "Measurer", lambda *_: pytest.fail("something was measured"))
     code, _, err = run("tune", "gemm", "1x2x3", "--folder", tmp_path / folder)
     assert code == 1
     assert "is not a folder" in err or "cannot be written" in err

@@ -11,8 +11,10 @@ import typer.main
 from fake_toolkit import HMMA, library, sm80_spec, sm90_spec
 
 from cutlass_ops import __version__
+from cutlass_ops.base import resources
 from cutlass_ops.ship import catalog
-from cutlass_ops.tools import cli, commands
+from cutlass_ops.tools import cli
+from cutlass_ops.tuner.tuning import Effort
 from tests.sampling import sampled
 
 
@@ -153,7 +155,7 @@ def test_help_names_what_a_run_takes_by_default(run):
     # The numbers are written there as well, since they lie in a module that imports PyTorch.
     out = " ".join(run("tune", "--help")[1].split())
     for name in ("kernels", "candidates", "rounds"):
-        assert re.search(rf"--{name} .*?Default: {getattr(commands.Effort(), name)}\.", out)
+        assert re.search(rf"--{name} .*?Default: {getattr(Effort(), name)}\.", out)
 
 
 def test_version(run):
@@ -165,7 +167,7 @@ def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
     def fail():
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(commands, "diagnose", fail)
+    monkeypatch.setattr("cutlass_ops.tools.commands.kernels.diagnose", fail)
     monkeypatch.setattr(sys, "argv", ["cutlass-ops", "doctor", "--json"])
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main()
@@ -242,7 +244,7 @@ def test_help_names_the_commands(run):
 def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
     code, out, _ = run("generate", "--check", "--json")
     assert json.loads(out)["folder"].endswith("generated")
-    assert code == bool(catalog.stale(cli.resources.generated()))
+    assert code == bool(catalog.stale(resources.generated()))
 
 
 @pytest.mark.parametrize("out", ["file", "/dev/null", "/proc", "file/under"])

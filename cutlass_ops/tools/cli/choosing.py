@@ -1,0 +1,230 @@
+"""Arguments of commands about which kernel or instruction serves a problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cutlass_ops.declare import gpus, spelling
+from cutlass_ops.tools.cli.exits import end
+from cutlass_ops.tools.cli.options import (
+    BatchesOf,
+    GroupsOf,
+    Json,
+    MajorOf,
+    OpName,
+    Problems,
+    Where,
+    dtypes_of,
+    later,
+    readable,
+    refuse_given,
+    require_dtype,
+    require_time,
+    spreads_of,
+)
+
+
+def tune(
+    op: OpName,
+    problems: Problems,
+    dtypes: Annotated[
+        list[str],
+        typer.Option(
+            "--dtype", metavar="DTYPE", callback=readable(dtypes_of), help=f"{spelling.DTYPES}. May be repeated."
+        ),
+    ] = ["bf16"],  # noqa: B006
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    batches: BatchesOf = None,
+    groups: GroupsOf = None,
+    spread: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            callback=readable(spreads_of),
+            help="How rows are spread over the groups: equal, random, Zipf or one. May be repeated. Default: all.",
+        ),
+    ] = None,
+    wgrad: Annotated[
+        bool,
+        typer.Option("--wgrad", help="Of groups, tune grouped_gemm_wgrad: K is the mean of an expert's rows."),
+    ] = False,
+    kernels: Annotated[int | None, typer.Option(min=1, help="Most kernels to compile. Default: 48.")] = None,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="Most kernels to race at one problem. Default: 12.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each race. Default: 11.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            callback=readable(require_time),
+            help="Start no problem after this many seconds. Default: no limit.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the tables. Default: where calls look for them.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also measure problems measured before.")] = False,
+    refine: Annotated[bool, typer.Option("--refine", help="Also try neighbours of the best kernels so far.")] = False,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls for which it was faster.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Use only kernels that give bit-identical results.")
+    ] = False,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Measure which kernels are fastest, and keep the result.
+
+    A stopped run continues where it ended. Exit code 1 if a problem failed or time ran out.
+    """
+    if allow_fallback and deterministic:
+        raise typer.BadParameter(
+            "--allow-fallback and --deterministic exclude each other: PyTorch's results differ in the last bits"
+        )
+    if groups is None and (spread or wgrad):
+        option = "--spread" if spread else "--wgrad"
+        raise typer.BadParameter(f"{option} needs --groups: say how many experts there are")
+    if groups is not None and batches is not None:
+        raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
+    if groups is not None and allow_fallback:
+        raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
+    require_dtype(spelling.op_of(op), dtypes_of(dtypes), groups)
+    effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
+    from cutlass_ops.tools.commands import choosing as commands
+
+    code = commands.tune(
+        spelling.op_of(op), spelling.problems_of(problems), dtypes_of(dtypes),
+        spelling.major_of(a), spelling.major_of(b),
+        batches=batches, groups=groups, spreads=spreads_of(spread or []), wgrad=wgrad,
+        effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
+        folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
+        as_json=as_json,
+    )  # fmt: skip
+    end(code)
+
+
+def explain(
+    op: OpName,
+    problems: Problems,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
+        ),
+    ] = "bf16",
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    batches: BatchesOf = None,
+    groups: GroupsOf = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            callback=readable(gpus.gpu_named),
+            help="The GPU to explain for, such as H200 or sm_80. Default: this machine's GPU, else an H100.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show which kernel serves a problem, its expected time, and why.
+
+    Exit code 1 if nothing serves one.
+    """
+    if groups is not None and batches is not None:
+        raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
+    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)], groups)
+    from cutlass_ops.tools.commands import choosing as commands
+
+    code = commands.explain(
+        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
+        spelling.major_of(b), batches=batches, groups=groups,
+        device=None if device is None else gpus.gpu_named(device), as_json=as_json,
+    )  # fmt: skip
+    end(code)
+
+
+def contract(
+    context: typer.Context,
+    problems: Problems,
+    a: Annotated[
+        str,
+        typer.Option(
+            metavar="OPERAND",
+            callback=later("tools.contract.given", "require_text"),
+            help="A (M, K): type and major, such as f16.row or bf16.row.align4.",
+        ),
+    ] = "bf16.row",
+    b: Annotated[
+        str,
+        typer.Option(
+            metavar="OPERAND",
+            callback=later("tools.contract.given", "require_text"),
+            help="B (K, N). A weight (N, K) passed as weight.t() is col.",
+        ),
+    ] = "bf16.col",
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            callback=later("tools.contract.predicting", "where"),
+            help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90.",
+        ),
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            callback=later("tools.contract.predicting", "require_program"),
+            help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library.",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            callback=later("tools.contract.predicting", "require_precision"),
+            help="How FP32 operands are multiplied: ieee, tf32 or tf32x3. Default: ieee.",
+        ),
+    ] = None,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MxNxK",
+            callback=readable(spelling.tile_of),
+            help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
+        ),
+    ] = None,
+    num_warps: Annotated[int, typer.Option(min=1, max=32, help="num_warps of a Triton kernel.")] = 4,
+    num_stages: Annotated[int, typer.Option(min=1, max=64, help="num_stages of a Triton kernel.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
+
+    Exit code 1 if a condition of the fastest instruction is broken.
+    """
+    if block is None:
+        if program == "triton":
+            raise typer.BadParameter("--program triton needs --block, such as --block 128x128x64")
+        refuse_given(context, ("num_warps", "num_stages"), "without --block: they are of a Triton kernel, as its tile")
+    elif program not in (None, "triton"):
+        raise typer.BadParameter(
+            f"--block and --program {program} exclude each other: only Triton's choice depends on it"
+        )
+    else:
+        from cutlass_ops.tools.contract.triton import Tile
+
+        readable(lambda text: Tile(*spelling.tile_of(text), num_warps, num_stages))(block)
+    if precision is not None:
+        from cutlass_ops.tools.contract.given import require_effect
+
+        readable(lambda each: require_effect(each, a, b))(precision)
+    from cutlass_ops.tools.commands import choosing as commands
+
+    code = commands.contract(
+        spelling.problems_of(problems), a, b, arch=arch, program=program, precision=precision,
+        block=None if block is None else spelling.tile_of(block), num_warps=num_warps, num_stages=num_stages,
+        as_json=as_json,
+    )  # fmt: skip
+    end(code)
