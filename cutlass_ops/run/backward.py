@@ -702,6 +702,6 @@ def _alike(gradient: Tensor, x: Tensor) -> Tensor:
             gradient = gradient.sum()
         else:
             same = gradient if gradient.ndim == x.ndim else gradient.reshape(-1, gradient.shape[-1])
-            gradient = same.sum_to_size(x.shape)
+            gradient = same.sum_to_size(x.shape[max(x.ndim - same.ndim, 0) :])  # the dimensions before are 1
     # Not a view where none is needed: see Step.alike.
     return (gradient if gradient.shape == x.shape else gradient.reshape(x.shape)).to(x.device, x.dtype)

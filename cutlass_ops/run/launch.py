@@ -202,10 +202,23 @@ class _Ordinary:
         results = None if self.plan is None else self.plan.run(a, b, numbers, outputs)
         if results is None:
             # PyTorch computes, or the kernel has refused something: the checks, or the kernel again, say what.
+            if self.plan is None:
+                self._require_dtypes(arguments, outputs)
             named = dict(zip(op.outputs, outputs, strict=True))
             call = op.checked_call(a, b, numbers, named, self.outputs[0].dtype)
             call.run_reference() if self.plan is None else self.plan.launch_call(call)
         return outputs[0] if len(outputs) == 1 else Outputs(op.outputs, outputs)
+
+    def _require_dtypes(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> None:
+        """Refuse a tensor of another dtype than the prepared one, as a kernel would where PyTorch computes."""
+        names = (*self.names, *map(_output, self.op.outputs))
+        before = (*self.arguments, *self.outputs)
+        for name, x, prepared in zip(names, (*arguments, *outputs), before, strict=True):
+            if isinstance(x, Tensor) and isinstance(prepared, Tensor) and x.dtype != prepared.dtype:
+                raise TypeError(
+                    f"{name} is {x.dtype}, and the launch of {self.op.name} was prepared for {prepared.dtype}: prepare "
+                    "another one, or call the op"
+                )
 
     def _refuse(self, given: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
         names = self.names

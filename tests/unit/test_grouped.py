@@ -318,6 +318,14 @@ def test_warm_calls_are_served_warm(device):
     assert len(device.launches) == 3
 
 
+def test_one_row_for_all_may_be_broadcast(device):
+    x, w, offsets, bias = normal(12, 64), normal(3, 64, 64).mT, ends(4, 4, 12), normal(64)
+    for row in (bias, bias[None], bias[None], bias[None, None], bias[None].expand(3, 64)):
+        co.grouped_gemm(x, w, offsets, epilogue=builtin.bias, bias=row)
+    assert {launch.spec.form for launch in device.launches} == {GROUPED}
+    assert len(device.launches) == 5
+
+
 def test_a_prepared_launch(device):
     x, w, offsets = normal(48, 64), normal(3, 32, 64).mT, ends(5, 5, 40)
     launch = co.prepare_launch(co.grouped_gemm, x, w, offsets)
@@ -410,3 +418,21 @@ def test_a_tile_of_no_rows_may_be_broadcast(shape):
     x, w, tile = torch.zeros(0, 16).bfloat16(), torch.zeros(2, 16, 32).bfloat16(), torch.zeros(shape).bfloat16()
     ends = torch.zeros(2, dtype=torch.int32)
     assert co.grouped_gemm(x, w, ends, epilogue=added, tile=tile).shape == (0, 32)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_a_row_with_a_leading_1_is_one_for_all(experts):
+    @co.epilogue
+    def added(acc, bias: co.Row):
+        return acc + bias
+
+    x, w, bias = normal(12, 16), normal(experts, 16, 32), normal(32)
+    offsets = torch.tensor([4] * (experts - 1) + [12], dtype=torch.int32)
+    wanted = co.grouped_gemm(x, w, offsets, epilogue=added, bias=bias)
+    for shape in ((1, 32), (1, 1, 32))[: 1 + (experts > 1)]:
+        given = bias.clone().view(shape).requires_grad_()
+        found = co.grouped_gemm(x, w, offsets, epilogue=added, bias=given)
+        found.float().sum().backward()
+        assert torch.equal(found, wanted)
+        assert given.grad.shape == shape
+        assert (given.grad == 12).all()

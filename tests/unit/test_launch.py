@@ -496,6 +496,15 @@ def test_on_the_cpu_pytorch_computes(form):
     assert "PyTorch" in repr(launch)
 
 
+def test_on_the_cpu_another_dtype_is_refused_as_a_kernel_would():
+    a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((4, 16), (16, 8), (8,)))
+    launch = co.prepare_launch(co.gemm_bias_relu, a, b, bias)
+    for name, x in (("a", a), ("bias", bias), ("out", torch.empty(4, 8).bfloat16())):
+        with pytest.raises(TypeError, match=rf"^{name} is torch.float16, and the launch of gemm_bias_relu was prep"):
+            launch(**{name: x.half()})
+        assert torch.equal(launch(**{name: x.clone()}), launch())
+
+
 def test_an_extent_of_zero():
     launch = co.prepare_launch(co.gemm, torch.empty(0, K).to(BF16), matrix(N, K).t())
     assert launch().shape == (0, N)
