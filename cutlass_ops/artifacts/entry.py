@@ -169,8 +169,15 @@ class Artifact:
         return declaration_from_json(self.manifest["identity"]["spec"])
 
 
-def open_entry(folder: Path) -> Artifact:
+def open_entry(folder: Path, key: str | None = None) -> Artifact:
     """Read one entry and check its manifest, owner, sizes and hashes.
+
+    Parameters
+    ----------
+    folder : Path
+        The entry's folder.
+    key : str, optional
+        The kernel's key; the default is the folder's name.
 
     Raises
     ------
@@ -182,7 +189,7 @@ def open_entry(folder: Path) -> Artifact:
         if not stat.S_ISDIR(info.st_mode):
             raise LoadError(f"{folder} is not a folder, or is a link")
         require_private(info, folder)
-        manifest = _read_manifest(folder)
+        manifest = _read_manifest(folder, key or folder.name)
         for name in (LIBRARY, SOURCE):
             expected = manifest["files"][name]
             data = read_private(folder / name, limit=expected["size"])
@@ -190,10 +197,10 @@ def open_entry(folder: Path) -> Artifact:
                 raise LoadError(f"{folder / name} ({len(data)} bytes) does not match its manifest")
     except OSError as exc:
         raise LoadError(f"{folder} cannot be read: {exc}") from None
-    return Artifact(folder.name, folder, manifest["files"][LIBRARY]["sha256"], manifest)
+    return Artifact(manifest["key"], folder, manifest["files"][LIBRARY]["sha256"], manifest)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path, expected: str) -> dict[str, Any]:
     path = folder / MANIFEST
     text = read_private(path, limit=_MAX_MANIFEST)
     if len(text) > _MAX_MANIFEST:
@@ -204,7 +211,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         files = data["files"]
         good = (
             data["format"] == FORMAT
-            and key == data["key"] == folder.name
+            and key == data["key"] == expected
             and isinstance(data["identity"]["target"], str)
             and isinstance(data["identity"]["toolchain"]["nvcc"], str)
             and isinstance(data["sass"], dict)
@@ -228,7 +235,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def source_key(folder: Path) -> str | None:
     """Return the key of an entry's source identity; None if it has no manifest of this format."""
     try:
-        identity = _read_manifest(folder)["identity"]
+        identity = _read_manifest(folder, folder.name)["identity"]
     except LoadError:
         return None
     return identity_key(source_part(identity))

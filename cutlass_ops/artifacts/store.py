@@ -4,7 +4,7 @@ Layout of a store, which is safe to delete at any time::
 
     v2/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
     locks/<key>                    exists while a kernel is built; the system releases the lock with the process
-    tmp/<key>/                     a build in progress; belongs to the holder of the lock
+    tmp/<key>.<random>/            a build in progress; belongs to one builder, which holds the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
 
 A kernel's folder is touched on use. If the store grows too large, the least recently used kernels are removed.
@@ -52,7 +52,8 @@ from cutlass_ops.base.session import cached
 if TYPE_CHECKING:
     from cutlass_ops.artifacts.compiled import Compiled
 
-_KEY = "[0-9a-f]" * 64
+_KEY_LENGTH = 64
+_KEY = "[0-9a-f]" * _KEY_LENGTH
 _FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed")
 # Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
@@ -196,6 +197,8 @@ class KernelStore:
     def workspace(self, key: str, source: str) -> Path:
         """Create an empty folder to build one kernel in, and write the source. The caller holds the kernel's lock.
 
+        No other builder has the same folder: if the store is deleted, locks go with it, and two may build one kernel.
+
         Raises
         ------
         StoreError
@@ -203,9 +206,8 @@ class KernelStore:
         """
         env.cache_size()  # report a wrong value before compiling
         with self.writing():
-            folder = self.folder("tmp") / key
-            self.discard(folder)
             self._sweep(held=key)
+            folder = self.folder("tmp") / f"{key}.{uuid.uuid4().hex}"
             folder.mkdir(mode=0o700)
             (folder / SOURCE).write_text(source, encoding="utf-8")
         return folder
@@ -258,7 +260,7 @@ class KernelStore:
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
             # Open it before the rename: afterwards, a process that shrinks the store may remove it at any time.
-            artifact = replace(open_entry(folder), folder=entry)
+            artifact = replace(open_entry(folder, key), folder=entry)
             self.folder(f"v{FORMAT}", entry.parent.name)
             # An existing entry is incomplete, otherwise nothing would have been built.
             self.discard(entry)
@@ -283,7 +285,7 @@ class KernelStore:
             If the store cannot be written.
         """
         with self.writing():
-            kept = self.folder("failed") / folder.name
+            kept = self.folder("failed") / folder.name[:_KEY_LENGTH]
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
             recency.touch(folder)
@@ -480,7 +482,7 @@ class KernelStore:
     def _sweep(self, held: str | None = None) -> None:
         """Remove abandoned builds: those whose lock is free or held by this caller."""
         for folder in self.folder("tmp").glob(f"{_KEY}*"):
-            key = folder.name[:64]
+            key = folder.name[:_KEY_LENGTH]
             if key == held:
                 _remove(folder)
                 continue

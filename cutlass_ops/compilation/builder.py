@@ -309,15 +309,27 @@ def _stored_again(spec: Declaration, source: str | None, store: KernelStore | No
 
 
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
-    with job.store.lock(job.key, cancel, job.spec.slug):
-        # The previous holder of the lock may have built it.
-        return job.lookup() or job.lasting(_made(job, cancel))
+    # The previous holder of the lock may have built it.
+    return _locked(job, cancel, lambda: job.lookup() or job.lasting(_made(job, cancel)))
 
 
 def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
     """Rebuild a kernel that was removed, and use it while the lock protects it from removal."""
-    with job.store.lock(job.key, None, job.spec.slug):
-        return use(job.lookup() or job.lasting(_made(job, None)))
+    return _locked(job, None, lambda: use(job.lookup() or job.lasting(_made(job, None))))
+
+
+def _locked(job: _Job, cancel: threading.Event | None, do: Callable[[], T]) -> T:
+    """Do something while the kernel's lock is held, and once more if the store is deleted meanwhile.
+
+    The lock goes with the store: others may hold a new one by then, and be building the same kernel.
+    """
+    try:
+        with job.store.lock(job.key, cancel, job.spec.slug):
+            return do()
+    except _DeletedError as exc:
+        _log.warning("%s: compiling it again", exc)
+    with job.store.lock(job.key, cancel, job.spec.slug):
+        return do()
 
 
 def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
@@ -367,14 +379,6 @@ class _DeletedError(StoreError):
 
 
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
-    try:
-        return _compile_once(job, cancel)
-    except _DeletedError as exc:
-        _log.warning("%s: compiling it again", exc)
-        return _compile_once(job, cancel)
-
-
-def _compile_once(job: _Job, cancel: threading.Event | None) -> Artifact:
     folder = job.store.workspace(job.key, job.source)
     try:
         target = arch.target(job.spec.target)
@@ -388,7 +392,8 @@ def _compile_once(job: _Job, cancel: threading.Event | None) -> Artifact:
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published
     except BaseException as exc:
-        if isinstance(exc, (CompileError, StoreError)) and not (folder / SOURCE).exists():
+        # A compiler cannot be started in a folder that is gone: that is a ToolchainError.
+        if isinstance(exc, (CompileError, StoreError, ToolchainError)) and not (folder / SOURCE).exists():
             deleted = f"the kernel store {job.store.root} was deleted while {job.spec.slug} was compiled"
             raise _DeletedError(deleted) from exc
         if isinstance(exc, CompileError):

@@ -128,6 +128,46 @@ def test_a_store_that_is_deleted_during_each_build(store, toolkit, toolchain):
     assert toolkit.compilations == 2
 
 
+def test_two_builders_whose_store_is_deleted(store, toolkit, toolchain, caplog):
+    # The first one's compiler ends only once the second one's runs, which has the lock of a new store.
+    script = f"""
+    if [ $(wc -l < "$here/count") = 1 ]; then
+        rm -rf {store.root}
+        while [ $(wc -l < "$here/count") = 1 ]; do sleep 0.01; done
+    else
+        touch "$here/waits"
+        while [ ! -e "$here/go" ]; do sleep 0.01; done
+    fi
+    """
+    toolkit.makes(library(HMMA), before=script)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(build_artifact, SPEC, store=store, toolchain=toolchain)
+        second = pool.submit(build_artifact, SPEC, store=store, toolchain=toolchain)
+        while "compiling it again" not in caplog.text and not first.done():
+            time.sleep(0.01)
+        (toolkit.root / "go").touch()
+        assert first.result().read_library() == second.result().read_library()
+    # The second one's work is left alone, and the first one waits for it.
+    assert toolkit.compilations == 2
+    assert caplog.text.count("was deleted while") == 1
+    assert left_over(store) == []
+
+
+def test_a_compiler_that_cannot_start_since_the_store_is_deleted(store, toolkit, toolchain, monkeypatch):
+    real, times = build_module.compile_kernel, []
+
+    def compile_kernel(folder, *args, **named):
+        times.append(folder)
+        if len(times) == 1:
+            shutil.rmtree(store.root)
+            raise ToolchainError("nvcc cannot be run: No such file or directory")
+        return real(folder, *args, **named)
+
+    monkeypatch.setattr(build_module, "compile_kernel", compile_kernel)
+    assert build_artifact(SPEC, store=store, toolchain=toolchain).read_library()
+    assert len(set(times)) == 2
+
+
 def test_a_failure_shows_the_error_and_keeps_source_and_log(store, toolkit, toolchain):
     toolkit.does('echo "kernel.cu(7): error: something"; exit 1')
     with pytest.raises(CompileError) as caught:

@@ -126,9 +126,9 @@ def test_a_kernel_that_is_removed_while_it_is_looked_up_is_a_miss(store, put, mo
     artifact = put()
     whole = entry_module._read_manifest
 
-    def read(folder):
+    def read(folder, key):
         monkeypatch.setattr(entry_module, "_read_manifest", whole)
-        found = whole(folder)
+        found = whole(folder, key)
         store.discard(folder)
         return found
 
@@ -142,9 +142,9 @@ def test_a_kernel_that_is_removed_and_made_again_while_it_is_looked_up_is_found(
     artifact = put()
     whole = entry_module._read_manifest
 
-    def read(folder):
+    def read(folder, key):
         monkeypatch.setattr(entry_module, "_read_manifest", whole)
-        found = whole(folder)
+        found = whole(folder, key)
         # Two of them, so that its inode is another one.
         kept = folder.with_name("kept")
         shutil.copytree(folder, kept)
