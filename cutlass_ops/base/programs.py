@@ -47,6 +47,20 @@ def _let_go_of_all() -> None:
 os.register_at_fork(after_in_child=_let_go_of_all)
 
 
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _waiting() -> dict[str, Any]:
+    """Return options of Popen with which a shell can wait for its children.
+
+    A program inherits the signals that its starter blocks. A shell that SIGCHLD does not reach would wait forever.
+    Others block it to take it by sigwait or signalfd, so that it must stay blocked in this process.
+    """
+    blocked = signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return {"preexec_fn": _unblock} if blocked else {}
+
+
 class Program:
     """A running program in its own process group.
 
@@ -75,7 +89,11 @@ class Program:
         os.close(reader)
         try:
             self._shell: subprocess.Popen[Any] = subprocess.Popen(
-                ("/bin/sh", "-c", _SUPERVISOR, str(end), *command), pass_fds=(end,), start_new_session=True, **options
+                ("/bin/sh", "-c", _SUPERVISOR, str(end), *command),
+                pass_fds=(end,),
+                start_new_session=True,
+                **_waiting(),
+                **options,
             )
         except BaseException:
             self._let_go()
@@ -151,6 +169,7 @@ def ask(command: Sequence[str], timeout: float, **options: Any) -> tuple[int, st
         stdout=PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        **_waiting(),
         **options,
     )
     try:

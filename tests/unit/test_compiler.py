@@ -3,8 +3,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -405,3 +407,21 @@ def test_interrupts_end_both_compilers(folder, toolkit, monkeypatch):
         compile_(folder, toolkit)
     monkeypatch.undo()
     assert all(ended(int(path.read_text())) for path in pids)
+
+
+def test_a_process_that_blocks_sigchld():
+    # As programs do that take it by sigwait or signalfd, and what they start. The shell and a script wait for children.
+    script = "/bin/sh -c 'true; true'; exit 7"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        program = programs.Program(("/bin/sh", "-c", script), stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while program.status is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        status = program.status
+        program.end()
+        assert programs.ask(("/bin/sh", "-c", script), 20) == (7, "")
+        assert signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert status == 7
