@@ -73,12 +73,25 @@ def distributions() -> list[Distribution]:
     """Return the distributions of kernels for this version of the library, by name; warn of those for others."""
     found: dict[str, Distribution] = {}
     for packages, stem in _folders():
-        for about in importlib.metadata.distributions(name=stem, path=[str(packages)]):
-            for entry in about.entry_points.select(group=GROUP):
-                each = _distribution(about, entry, packages)
-                if each is not None:
-                    found.setdefault(each.name, each)  # the first on the path, as for any import
+        try:
+            here = list(_distributions(packages, stem))
+        except Exception as exc:  # whatever importlib.metadata makes of files that are damaged
+            warn_once(
+                f"the kernels in {packages / NAMESPACE / stem} are not used: what the installer noted of them cannot "
+                f"be read ({type(exc).__name__}: {exc}). Install them again, or remove that folder"
+            )
+            continue
+        for each in here:
+            found.setdefault(each.name, each)  # the first on the path, as for any import
     return [found[name] for name in sorted(found)]
+
+
+def _distributions(packages: Path, stem: str) -> Iterator[Distribution]:
+    for about in importlib.metadata.distributions(name=stem, path=[str(packages)]):
+        for entry in about.entry_points.select(group=GROUP):
+            each = _distribution(about, entry, packages)
+            if each is not None:
+                yield each
 
 
 def _folders() -> Iterator[tuple[Path, str]]:
@@ -88,7 +101,13 @@ def _folders() -> Iterator[tuple[Path, str]]:
     """
     namespace = importlib.machinery.PathFinder.find_spec(NAMESPACE)
     for place in (namespace and namespace.submodule_search_locations) or ():
-        for folder in Path(place).iterdir():
+        try:
+            folders = list(Path(place).iterdir())
+        except OSError as exc:
+            # One in a ZIP file on the path, or that this user may not list.
+            warn_once(f"the kernels in {place} are not used: it is not a folder that can be read ({exc.strerror})")
+            continue
+        for folder in folders:
             yield folder.parent.parent, folder.name
 
 
@@ -99,6 +118,9 @@ def _distribution(
     if match is None:
         warn_once(f"an entry point of {GROUP} is ignored: {entry.value!r} is not {NAMESPACE}.NAME")
         return None
+    # None where the file is empty.
+    if not isinstance(about.name, str) or not isinstance(about.version, str):
+        raise ValueError("METADATA has no name or no version")
     found = Distribution(about.name, about.version, packages / NAMESPACE / match[1], packages)
     if entry.name != needs():
         library = resources.library_version()

@@ -1,6 +1,7 @@
 """Installed distributions of kernels: how they are found, what comes before them, and what is refused."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -158,6 +159,32 @@ def test_they_are_looked_for_once(tmp_path, monkeypatch):
         Bundles.current().find(sm80_spec(3))
         Bundles.current().find(sm80_spec(3, "f16"))
     assert looks == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("METADATA", b""),
+        ("METADATA", b"\xff\xfe\0"),
+        ("entry_points.txt", b"\xff\xfe["),
+        ("entry_points.txt", b"[cutlass_ops.bundles]\nno equals sign\n"),
+    ],
+)
+def test_what_an_installer_noted_is_damaged(tmp_path, name, data):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(4)]), "b-kernels")
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-kernels")
+    (tmp_path / "site" / "a_kernels-1.2.dist-info" / name).write_bytes(data)
+    with pytest.warns(RuntimeWarning, match=r"a_kernels are not used: what the installer noted of them cannot be read"):
+        assert Bundles.current().find(sm80_spec(4)).origin == "installed with b-kernels 1.2"
+    assert Bundles.current().find(sm80_spec(3)) is None
+
+
+def test_distributions_in_a_zip_file(tmp_path, monkeypatch):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    packed_site = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "site")
+    monkeypatch.setattr(sys, "path", [packed_site, *(path for path in sys.path if path != str(tmp_path / "site"))])
+    with pytest.warns(RuntimeWarning, match=r"packed.zip/cutlass_ops_bundles are not used: it is not a folder"):
+        assert Bundles.current().find(sm80_spec(3)) is None
 
 
 # ---- Precedence ----------------------------------------------------------------------------------------------------
