@@ -103,6 +103,8 @@ class Background(Part):
         then : callable, optional
             Is given each of these kernels that was not added before, once it is built, in a thread of its own.
         """
+        # Read first: what was noted as queued before an error would never be built.
+        jobs = env.jobs()
         with self._lock:
             if self._cancel.is_set():
                 return
@@ -118,7 +120,7 @@ class Background(Part):
             earlier = [s for s in wanted if s not in fresh and self._known[s] == "queued"] if first else []
             for spec in (*earlier, *fresh):
                 self._queue.put((0 if first else 1, next(self._count), spec))
-            for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
+            for _ in range(min(len(fresh), jobs - len(self._threads))):
                 self._begin("arrivals", self._deliver)
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)

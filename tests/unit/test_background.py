@@ -48,6 +48,17 @@ def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
     assert len(built) == 5
 
 
+def test_what_a_wrong_variable_has_left_out_is_built_later(background, built, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "many")
+    with pytest.raises(ValueError, match="CUTLASS_OPS_JOBS"):
+        background.add(SPECS[:1])
+    assert not background.pending(SPECS[0])
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "1")
+    background.add(SPECS[:1])
+    background.wait()
+    assert [spec for spec, _ in built] == SPECS[:1]
+
+
 def test_threads_that_may_hold_the_interpreter_s_lock_give_way_to_nobody():
     found = []
 
