@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from cutlass_ops.artifacts.bundle import Bundle
     from cutlass_ops.artifacts.bundles import load_bundle
     from cutlass_ops.kinds.legality import Violation, check
-    from cutlass_ops.kinds.render import render as source
+    from cutlass_ops.kinds.render import source
     from cutlass_ops.nn.patching import patch, unpatch
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
@@ -123,6 +123,7 @@ _MODULES = {
     "artifacts.bundle": ("Bundle",),
     "artifacts.bundles": ("load_bundle",),
     "kinds.legality": ("Violation", "check"),
+    "kinds.render": ("source",),
     "nn.patching": ("patch", "unpatch"),
     "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
@@ -162,7 +163,6 @@ _MODULES = {
 }
 # By the public name: the module, and the name there.
 _LATER = {name: (module, name) for module, names in _MODULES.items() for name in names}
-_LATER["source"] = ("kinds.render", "render")
 # Ops for arrays of other packages. Not in __all__: `import *` must not replace the packages of these names.
 _FOR_OTHERS = ("cupy", "jax")
 

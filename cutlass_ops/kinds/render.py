@@ -15,7 +15,7 @@ from cutlass_ops.base import resources
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.declare.quantizing import Declaration, QuantizeSpec
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds import quantizing
+from cutlass_ops.kinds import legality, quantizing
 from cutlass_ops.kinds.lower import named_for_cpp
 from cutlass_ops.kinds.table import kind_of
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _WIDTH = 110
 
 
-def render(spec: Declaration) -> str:
+def source(spec: Declaration) -> str:
     """Return the C++ source of a kernel. Equal specs give equal bytes.
 
     Parameters
     ----------
     spec : KernelSpec
-        A legal declaration, which :func:`check` accepts.
+        The declaration.
 
     Returns
     -------
@@ -40,6 +40,8 @@ def render(spec: Declaration) -> str:
 
     Raises
     ------
+    ConfigError
+        If the declaration is not legal. The message has the reasons, as :func:`check` returns them.
     TypeError
         If it is not a declaration.
     ToolchainError
@@ -55,6 +57,13 @@ def render(spec: Declaration) -> str:
     >>> "#include" in co.source(spec)
     True
     """
+    if isinstance(spec, KernelSpec):
+        legality.require_legal(spec)
+    return render(spec)
+
+
+def render(spec: Declaration) -> str:
+    """Return the source of a declaration that is known to be legal. Others give an error from within, or wrong C++."""
     if isinstance(spec, QuantizeSpec):
         return _environment().get_template(quantizing.TEMPLATE).render(quantizing.context(spec) | _header(spec))
     if not isinstance(spec, KernelSpec):

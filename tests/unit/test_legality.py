@@ -709,6 +709,21 @@ def test_only_declarations_can_be_checked_and_rendered(take, value):
         take(value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        (sm90(split_k=0), "field_values"),
+        (sm90(resident=0), "field_values"),
+        (sm90(a="e4m3.row"), "operand_dtypes"),
+        (sm90(96, 128, 40), "tile_k"),
+    ],
+)
+def test_the_source_of_an_illegal_declaration_is_refused_with_the_reasons(spec, rule):
+    # Some would divide by zero or fail an assertion, others would give C++ that computes something else.
+    with pytest.raises(ConfigError, match=rf"illegal for sm_90a(?s:.*){rule}: "):
+        co.source(spec)
+
+
 def test_require_legal_lists_all_reasons():
     require_legal(sm90())
     with pytest.raises(ConfigError) as caught:
