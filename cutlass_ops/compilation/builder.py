@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -120,7 +121,15 @@ def _built(
 
 
 def _elsewhere(executor: Executor | None) -> Elsewhere | None:
-    return None if executor is None else Elsewhere(executor)
+    if executor is None:
+        return None
+    # What cannot take a job would look like an executor that has been shut down: all would be compiled here.
+    if not callable(getattr(executor, "submit", None)):
+        raise TypeError(
+            f"executor must be a concurrent.futures.Executor, not {reprlib.repr(executor)}: the context manager "
+            "cutlass_ops.base.executors.named makes one of a name such as 'processes:8'"
+        )
+    return Elsewhere(executor)
 
 
 def stored(spec: Declaration) -> Artifact | None:
@@ -212,6 +221,8 @@ def build_many(
 
     Raises
     ------
+    TypeError, ValueError
+        If ``jobs`` is not a positive integer, or ``executor`` is not an executor.
     CompileError
         If any kernel failed. The message has the first failure and names the others.
     ConfigError, MissingKernelError, ToolchainError, StoreError
@@ -222,11 +233,11 @@ def build_many(
         return [_stored(spec, None, store) for spec in specs]
     store = store or KernelStore.default()
     toolchain = toolchain or find_toolchain()
-    elsewhere = _elsewhere(executor)
+    elsewhere, workers = _elsewhere(executor), _at_once(jobs, executor)
     planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
     found = {spec: job.lookup() for spec, job in planned.items()}
     missing = [job for spec, job in planned.items() if found[spec] is None]
-    built = _build_all(missing, jobs or _at_once(executor)) if missing else {}
+    built = _build_all(missing, workers) if missing else {}
     return [found[spec] or built[spec] for spec in specs]
 
 
@@ -246,7 +257,7 @@ def building(
         As for :func:`build_many`.
     """
     cancel, elsewhere = threading.Event(), _elsewhere(executor)
-    pool = ThreadPoolExecutor(jobs or _at_once(executor), thread_name_prefix="cutlass_ops_build")
+    pool = ThreadPoolExecutor(_at_once(jobs, executor), thread_name_prefix="cutlass_ops_build")
     try:
         yield {spec: pool.submit(_built, spec, None, None, None, cancel, elsewhere) for spec in specs}
     finally:
@@ -254,7 +265,14 @@ def building(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _at_once(executor: Executor | None) -> int:
+def _at_once(jobs: int | None, executor: Executor | None) -> int:
+    """Return how many kernels are built at the same time."""
+    if jobs is not None:
+        if isinstance(jobs, bool) or not isinstance(jobs, int):
+            raise TypeError(f"jobs must be an integer, not {reprlib.repr(jobs)}")
+        if jobs < 1:
+            raise ValueError(f"jobs must be 1 or more, not {reprlib.repr(jobs)}")
+        return jobs
     # With an executor, the threads only wait; the executor limits the number of jobs itself.
     return env.jobs() if executor is None else _WAITING
 

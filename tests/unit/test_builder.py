@@ -622,3 +622,22 @@ def test_a_flag_that_gives_a_register_its_former_value_is_cleared_before_a_kerne
     stored = build_artifact(SPEC, store=store, toolchain=toolchain).read_library()
     reuse.require_none_stale(stored, "it")
     assert stored == reuse.mended(made) != made
+
+
+# ---- Arguments ----
+
+
+@pytest.mark.parametrize(("jobs", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError)])
+def test_jobs_that_are_no_number_of_kernels(store, toolchain, jobs, error):
+    with pytest.raises(error, match=f"jobs must be .*, not {jobs!r}"):
+        build_many([SPEC], jobs=jobs, store=store, toolchain=toolchain)
+    with pytest.raises(error, match="jobs must be"), building([SPEC], jobs=jobs):
+        pass
+
+
+@pytest.mark.parametrize("executor", ["processes:2", 5, object()])
+def test_what_is_no_executor_is_refused(store, toolkit, toolchain, executor):
+    for use in (build_artifact, lambda spec, **more: build_many([spec], **more)):
+        with pytest.raises(TypeError, match=r"executor must be a concurrent\.futures\.Executor, not"):
+            use(SPEC, store=store, toolchain=toolchain, executor=executor)
+    assert toolkit.compilations == 0
