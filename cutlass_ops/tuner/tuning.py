@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import reprlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,6 +96,11 @@ class Effort:
         How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
         and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a value is of another type, or a limit with which nothing could be measured.
+
     Examples
     --------
     >>> effort = co.Effort(kernels=16, seconds=600)  # ten minutes at most
@@ -109,6 +115,24 @@ class Effort:
     seconds: float = math.inf
     pool: tuple[Config, ...] = ()
     within: float = 1.15
+
+    def __post_init__(self) -> None:
+        for name in ("kernels", "candidates", "rounds"):
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, not {reprlib.repr(value)}")
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, not {reprlib.repr(value)}")
+        for name, least in (("seconds", 0), ("within", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, not {reprlib.repr(value)}")
+            if not value >= least:  # NaN is none
+                raise ValueError(f"{name} must be {least} or more, not {reprlib.repr(value)}")
+        if not isinstance(self.refine, bool):
+            raise TypeError(f"refine must be True or False, not {reprlib.repr(self.refine)}")
+        if not isinstance(self.pool, tuple) or not all(isinstance(each, Config) for each in self.pool):
+            raise TypeError(f"pool must be a tuple of configurations, not {reprlib.repr(self.pool)}")
 
 
 @dataclass

@@ -531,3 +531,23 @@ def test_mistakes_are_named(options, error, why, tmp_path, monkeypatch):
 def test_what_is_no_op_is_said_to_be_none(op):
     with pytest.raises(TypeError, match=r"pass cutlass_ops\.gemm, a named op .*rmsnorm_op\(\)"):
         tuning.tune(op, [LONG])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "error"),
+    [
+        ("kernels", (0, -1), ValueError),
+        ("candidates", (0,), ValueError),
+        ("rounds", (-(10**30),), ValueError),
+        ("kernels", (1.5, "8", None, True, float("nan")), TypeError),
+        ("seconds", (-1, float("nan")), ValueError),
+        ("seconds", ("60", None, [60]), TypeError),
+        ("within", (0.5, float("nan")), ValueError),
+        ("refine", (1, None), TypeError),
+        ("pool", (5, [], ("sm80",)), TypeError),
+    ],
+)
+def test_an_effort_that_means_nothing_is_refused_where_it_is_made(name, values, error):
+    for value in values:
+        with pytest.raises(error, match=f"^{name} must be "):
+            Effort(**{name: value})
