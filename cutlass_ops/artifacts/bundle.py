@@ -192,8 +192,11 @@ def open_bundle(
         If the bundle is unsafe, incomplete, of another format, not signed by one of the keys, too old, or made for
         another version of this library.
     TypeError, ValueError, OSError
-        If a public key cannot be read, or the minimum version is not valid.
+        If a public key cannot be read, the minimum version is not valid, or the path is empty.
     """
+    if os.fspath(path) == "":
+        # It would be the current folder, whatever that has.
+        raise ValueError("the path of the bundle is empty: name a file or a folder")
     keys = None if public_key is None else public_key_paths(public_key)
     if minimum_version is not None:
         require_version_number(minimum_version, "minimum_version")

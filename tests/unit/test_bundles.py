@@ -364,3 +364,11 @@ def test_a_bundle_loads_where_nothing_is_installed_that_compiles(tmp_path):
     assert float(total) == 4 * 4 * 8
     assert "runs only on CUDA devices" in device
     assert json.loads(seen.replace("'", '"')) == []
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    packed(tmp_path).write(tmp_path / "mine")
+    packed(tmp_path).write(tmp_path / "folder", folder=True)
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(ValueError, match="the path of the bundle is empty"):
+        co.load_bundle("")
