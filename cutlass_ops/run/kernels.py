@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -153,6 +154,8 @@ def build(spec: KernelSpec) -> Kernel:
 
     Raises
     ------
+    TypeError
+        If it is not a declaration.
     ConfigError
         If the declaration is illegal. The message lists every reason.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
@@ -165,6 +168,8 @@ def build(spec: KernelSpec) -> Kernel:
     >>> kernel = co.build(spec)  # doctest: +SKIP
     >>> d = kernel(x, weight.t(), bias=bias)  # doctest: +SKIP
     """
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     return Kernel(spec, Registry.current().kernel(spec))
 
 

@@ -254,3 +254,9 @@ def test_version():
 
 def test_types_are_shipped():
     assert (Path(co.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("spec", [{"a": "bf16.row"}, [], "spec", None])
+def test_only_declarations_can_be_built(spec):
+    with pytest.raises(TypeError, match="spec must be a KernelSpec, not"):
+        co.build(spec)
