@@ -438,7 +438,16 @@ class KernelStore:
             If it cannot be created.
         """
         folder = self.root
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError as exc:
+            if not os.path.islink(exc.filename):
+                raise
+            raise StoreError(
+                f"the kernel store {self.root} cannot be used: {exc.filename} is a link to "
+                f"{os.readlink(exc.filename)}, which does not exist or is not a folder. Create that folder, or set "
+                f"{env.CACHE_DIR.name} to another one"
+            ) from None
         self._require_private_root()
         for name in names:
             folder /= name

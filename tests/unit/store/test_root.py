@@ -10,6 +10,7 @@ from fake_toolkit import sm80_spec
 
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.entry import FORMAT
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import StoreError
 
 SPEC = sm80_spec()
@@ -92,3 +93,13 @@ def test_a_folder_in_which_others_can_plant_anything_is_refused(store, put, tmp_
     with pytest.raises(StoreError, match=f"{name}.*(is a link|can be written by others)"):
         use()
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "store"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, below):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "unmounted")
+    store = KernelStore(link / below)
+    assert store.lookup("0" * 64) is None
+    with pytest.raises(StoreError, match=rf"{link} is a link to {tmp_path}/unmounted, which does not exist"):
+        store.workspace("0" * 64, "source")
