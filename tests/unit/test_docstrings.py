@@ -109,3 +109,24 @@ def test_the_reference_has_every_public_object_once():
 def test_the_reference_has_every_variable_as_it_is():
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", (ROOT / "docs/api/environment.md").read_text(), re.MULTILINE)
     assert rows == [(v.name, v.default, v.doc) for v in env.VARIABLES]
+
+
+def test_the_reference_names_the_variables_that_must_not_be_empty(monkeypatch):
+    text = (ROOT / "docs/api/environment.md").read_text()
+    said = re.search(r"counts as unset, except (.*?), which are refused", text, re.DOTALL)[1]
+    readers = (env.cache_dir, env.cache_size, env.tuning_dir, env.bundles, env.bundle_keys, env.bundle_version)
+    readers += (env.remote_store, env.jit_enabled, env.stand_in, env.remembers_choices, env.nvcc, env.cuda_homes)
+    readers += (env.host_compiler, env.cutlass_dir, env.jobs, env.lineinfo_enabled, env.nvtx_enabled)
+    readers += (env.executor_timeout, env.progress)
+    for variable in env.VARIABLES:
+        monkeypatch.setenv(variable.name, "")
+
+    def refused_by(read):
+        try:
+            read()
+        except ValueError as exc:
+            return {str(exc).split()[0]}
+        return set()
+
+    refused = set().union(*map(refused_by, readers))
+    assert refused == set(re.findall(r"`(\w+)`", said))
