@@ -83,7 +83,8 @@ class Bundles(Part):
         """
         keys = env.bundle_keys() if public_key is None else public_key
         least = env.bundle_version() if minimum_version is None else minimum_version
-        bundle = _open(path, keys, least)
+        with env.naming_key(env.BUNDLE_KEY) if public_key is None else contextlib.nullcontext():
+            bundle = _open(path, keys, least)
         with self._lock:
             others = tuple(b for b in self._loaded if b.path != bundle.path)
             self._loaded = (bundle, *others)
@@ -106,7 +107,8 @@ class Bundles(Part):
         with self._lock:
             if self._named is None or text != self._text:
                 key, least = env.bundle_keys(), env.bundle_version()
-                self._named = tuple(_open(path, key, least) for path in env.bundles())
+                with env.naming_key(env.BUNDLE_KEY):
+                    self._named = tuple(_open(path, key, least) for path in env.bundles())
                 self._installed = _installed(key, least)
                 self._text = text
                 self.generation += 1

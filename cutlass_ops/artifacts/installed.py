@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops.artifacts.bundle import Bundle, needs, open_bundle
-from cutlass_ops.base import checked_json, resources
+from cutlass_ops.base import checked_json, env, resources
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.base.warned import warn_once
 from cutlass_ops.declare.signature import OpSignature, signature_to_json
@@ -191,7 +191,8 @@ class Installed:
 
     def _tried(self, distribution: Distribution, path: Path) -> Bundle | None:
         try:
-            found = open_bundle(path, self._keys, minimum_version=self._least, beside=distribution.packages)
+            with env.naming_key(env.BUNDLE_KEY):
+                found = open_bundle(path, self._keys, minimum_version=self._least, beside=distribution.packages)
         except BundleError as exc:
             _warn(distribution, exc)
             return None

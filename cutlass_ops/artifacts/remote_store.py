@@ -83,10 +83,12 @@ class RemoteStore:
         self.settings = settings
         self._files = RemoteFiles(settings.url, settings.timeout)
         self._rejected: set[str] = set()
-        require_public_keys(settings.public_keys)
+        with env.naming_key(env.REMOTE_STORE_KEY):
+            require_public_keys(settings.public_keys)
         if settings.signing_key is not None:
             # What it publishes, its own readers would refuse.
-            require_pair(settings.signing_key, settings.public_keys)
+            with env.naming_key(env.REMOTE_STORE_SIGNING_KEY):
+                require_pair(settings.signing_key, settings.public_keys)
             if not self._files.writable:
                 raise ValueError(
                     f"{env.REMOTE_STORE_SIGNING_KEY.name} is set, but {self.where} can only be read: unset it, or name "

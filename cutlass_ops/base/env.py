@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -224,6 +225,23 @@ def bundle_keys() -> tuple[Path, ...] | None:
     text = BUNDLE_KEY.given
     # An empty value is likely a mistake: it must not turn signature checks off.
     return None if text is None else _keys(BUNDLE_KEY, text, ", or unset it to load unsigned bundles")
+
+
+@contextlib.contextmanager
+def naming_key(variable: Variable) -> Iterator[None]:
+    """Have the error about a key's file that cannot be read name the variable that names it.
+
+    Raises
+    ------
+    ValueError
+        If the block raises OSError.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise ValueError(
+            f"{variable.name} names {exc.filename}, which cannot be read ({exc.strerror}): name the PEM file of a key"
+        ) from None
 
 
 def bundle_version() -> int | None:

@@ -659,7 +659,7 @@ def test_keys_must_fit(monkeypatch, keys, others, shared, tmp_path):
     with pytest.raises(ValueError, match="signs for none of the public keys"):
         remote()
     name_store(monkeypatch, f"file://{shared}", tmp_path / "missing.pub")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="CUTLASS_OPS_REMOTE_STORE_KEY names"):
         remote()
     keys[1].chmod(0o646)
     name_store(monkeypatch, f"file://{shared}", keys[1])

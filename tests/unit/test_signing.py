@@ -15,6 +15,7 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import Manifest
+from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.artifacts.signing import require_signature, sign
 from cutlass_ops.base.errors import BundleError, ConfigError
 from cutlass_ops.base.session import Session
@@ -334,3 +335,28 @@ def test_changes_of_the_environment_count_at_once(tmp_path, versions, keys, monk
             Bundles.current().all()
         monkeypatch.delenv(name)
         assert Bundles.current().all()
+
+
+def test_a_key_that_is_not_there_is_an_error_that_names_the_variable(tmp_path, contents, keys, monkeypatch):
+    contents.write(tmp_path / "a", private_key=keys[0])
+    missing = tmp_path / "none.pub"
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(missing))
+    with pytest.raises(ValueError, match=f"CUTLASS_OPS_BUNDLE_KEY names {missing}, which cannot be read"):
+        co.load_bundle(tmp_path / "a")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
+    with Session().active(), pytest.raises(ValueError, match="CUTLASS_OPS_BUNDLE_KEY names"):
+        Bundles.current().all()
+    # What the caller names has no variable.
+    with pytest.raises(FileNotFoundError):
+        co.load_bundle(tmp_path / "a", public_key=missing)
+    for name, value in {
+        "CUTLASS_OPS_REMOTE_STORE": f"file://{tmp_path}/shared",
+        "CUTLASS_OPS_REMOTE_STORE_KEY": str(missing),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"CUTLASS_OPS_REMOTE_STORE_KEY names {missing}"):
+        RemoteStores.current().store()
+    monkeypatch.setenv("CUTLASS_OPS_REMOTE_STORE_KEY", str(keys[1]))
+    monkeypatch.setenv("CUTLASS_OPS_REMOTE_STORE_SIGNING_KEY", str(missing))
+    with Session().active(), pytest.raises(ValueError, match=f"CUTLASS_OPS_REMOTE_STORE_SIGNING_KEY names {missing}"):
+        RemoteStores.current().store()
