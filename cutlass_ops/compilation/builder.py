@@ -18,7 +18,7 @@ from cutlass_ops.artifacts.entry import LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
-from cutlass_ops.base.errors import CompileError, MissingKernelError, StoreError, ToolchainError
+from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress
 from cutlass_ops.compilation.abi_check import prove_halves_agree
 from cutlass_ops.compilation.compiler import LOG, compile_kernel
@@ -410,8 +410,10 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published
     except BaseException as exc:
-        # A compiler cannot be started in a folder that is gone: that is a ToolchainError.
-        if isinstance(exc, (CompileError, StoreError, ToolchainError)) and not (folder / SOURCE).exists():
+        # Any error may come of it: a compiler cannot be started in a folder that is gone, nor a kernel opened there.
+        # The source may be the last file to be removed.
+        gone = isinstance(exc.__cause__, FileNotFoundError) or not (folder / SOURCE).exists()
+        if isinstance(exc, CutlassOpsError) and gone:
             deleted = f"the kernel store {job.store.root} was deleted while {job.spec.slug} was compiled"
             raise _DeletedError(deleted) from exc
         if isinstance(exc, CompileError):

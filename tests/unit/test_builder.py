@@ -153,19 +153,29 @@ def test_two_builders_whose_store_is_deleted(store, toolkit, toolchain, caplog):
     assert left_over(store) == []
 
 
-def test_a_compiler_that_cannot_start_since_the_store_is_deleted(store, toolkit, toolchain, monkeypatch):
-    real, times = build_module.compile_kernel, []
+@pytest.mark.parametrize("at", ["start", "files", "publication"])
+def test_whatever_a_store_that_is_deleted_breaks(store, toolkit, toolchain, monkeypatch, at):
+    compiles, opens, times = build_module.compile_kernel, store_module.open_entry, []
 
     def compile_kernel(folder, *args, **named):
         times.append(folder)
-        if len(times) == 1:
+        if at == "start" and len(times) == 1:
             shutil.rmtree(store.root)
             raise ToolchainError("nvcc cannot be run: No such file or directory")
-        return real(folder, *args, **named)
+        if at == "files" and len(times) == 1:
+            (folder / "tmp" / "gone").read_bytes()  # kernel.cu is not removed yet
+        return compiles(folder, *args, **named)
+
+    def open_entry(folder, *key):
+        if at == "publication" and len(times) == 1:
+            shutil.rmtree(store.root)
+        return opens(folder, *key)
 
     monkeypatch.setattr(build_module, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(store_module, "open_entry", open_entry)
     assert build_artifact(SPEC, store=store, toolchain=toolchain).read_library()
     assert len(set(times)) == 2
+    assert left_over(store) == []
 
 
 def test_a_failure_shows_the_error_and_keeps_source_and_log(store, toolkit, toolchain):
