@@ -363,3 +363,4 @@ def _require_floats(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if not value.is_floating_point() or value.dtype in DTYPES:
         raise TypeError(f"{name} is {value.dtype}: use torch.float32, torch.float16 or torch.bfloat16")
+    watching.refuse_tangent(name, value)

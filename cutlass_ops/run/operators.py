@@ -48,6 +48,8 @@ def _values_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def plain(*arguments: Any) -> Any:
         if watching.is_watched() or not all(map(_is_memory, _tensors(arguments))):
+            for x in _tensors(arguments):
+                watching.refuse_tangent("tensor", x)  # which is lost below autograd
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*arguments)
         return run(*arguments)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cutlass_ops.base.dtypes import HELD, READ, DType
 from cutlass_ops.run import batches, sizes, watching
@@ -49,11 +48,7 @@ def require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
     if value.layout != torch.strided:
         raise TypeError(f"{name} has layout {value.layout}: call {name}.to_dense() first")
-    if _has_tangent(value):
-        raise ValueError(
-            f"{name} has a tangent, and cutlass_ops has no forward-mode differentiation: pass "
-            f"torch.autograd.forward_ad.unpack_dual({name}).primal"
-        )
+    watching.refuse_tangent(name, value)
 
 
 def _instead(name: str, value: Any) -> str:
@@ -76,13 +71,6 @@ def refuse_differentiated(name: str, value: Any) -> None:
         raise ValueError(
             f"{name} requires grad, and this has no backward: call under torch.no_grad(), or pass {name}.detach()"
         )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    # No tensor has a tangent outside of a level.
-    if forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def require_memory(name: str, tensor: Tensor) -> None:

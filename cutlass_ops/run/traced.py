@@ -230,7 +230,7 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
 
     Raises
     ------
-    TypeError, NotImplementedError
+    TypeError, ValueError, NotImplementedError
         If a kernel cannot read an argument. The message says what to pass.
     """
     entry = Traced(called.about)

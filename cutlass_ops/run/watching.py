@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -14,6 +15,7 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _jit_tracer = torch._C._get_tracing_state
 _before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_excluded = torch._C._dispatch_tls_local_exclude_set
 
 
 def is_watched() -> bool:
@@ -29,7 +31,7 @@ def goes_by_operator(**tensors: Any) -> bool:
 
     Raises
     ------
-    TypeError, NotImplementedError
+    TypeError, ValueError, NotImplementedError
         If an operator cannot read an argument.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -100,12 +102,31 @@ def is_batched(tensor: Tensor) -> bool:
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
+def refuse_tangent(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with a tangent, since results have none.
+
+    Raises
+    ------
+    ValueError
+        If it has one. The message says what to pass.
+    """
+    # No tensor has a tangent outside of a level. Below autograd, as in an operator, PyTorch cannot tell: the function
+    # that called the operator has asked.
+    if forward_ad._current_level < 0 or _excluded().has(torch._C.DispatchKey.ADInplaceOrView):
+        return
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(
+            f"{name} has a tangent, and cutlass_ops has no forward-mode differentiation: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
 def refuse_others(name: str, value: Any) -> None:
     """Refuse a tensor that no operator can read.
 
     Raises
     ------
-    TypeError, NotImplementedError
+    TypeError, ValueError, NotImplementedError
         With what to pass.
     """
     if not isinstance(value, Tensor):
@@ -119,6 +140,7 @@ def refuse_others(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
     if _transforms() is not None and torch._C._functorch.is_gradtrackingtensor(value):
         raise NotImplementedError(NO_TRANSFORM)
+    refuse_tangent(name, value)
 
 
 NO_TRANSFORM = (

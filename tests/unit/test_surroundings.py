@@ -371,6 +371,56 @@ def test_tangents_are_refused_and_not_lost():
             co.gemm_bias_relu(forward_ad.make_dual(X, X), W, BIAS)
 
 
+MODES = {"no mode": contextlib.nullcontext, "a mode": lambda: FlopCounterMode(display=False)}
+CALLS = {
+    "gemm": lambda x: co.gemm(x, W),
+    "rmsnorm_gemm": lambda x: co.rmsnorm_gemm(x, W, eps=1e-5),
+    "grouped_gemm": lambda x: co.grouped_gemm(x, W[None], torch.tensor([len(x)], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_inside_a_level_of_forward_mode_differ_by_tangents_alone(name, mode):
+    expected = CALLS[name](X)
+    with forward_ad.dual_level(), MODES[mode]():
+        assert torch.equal(CALLS[name](X), expected)
+        with pytest.raises(ValueError, match=r"^[ax] has a tangent, and cutlass_ops has no forward"):
+            CALLS[name](forward_ad.make_dual(X, X))
+
+
+def test_a_function_compiles_inside_a_level_of_forward_mode():
+    torch.compiler.reset()
+    function = torch.compile(lambda x: co.gemm(x, W), backend="eager", fullgraph=True)
+    with forward_ad.dual_level():
+        assert torch.equal(function(X), co.gemm(X, W))
+        with pytest.raises(ValueError, match=r"^a has a tangent"):
+            function(forward_ad.make_dual(X, X))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.fx")  # PyTorch's own, of constants
+def test_linearize_runs_calls_that_depend_on_nothing_and_refuses_the_others():
+    found, _ = torch.func.linearize(lambda factor: factor * co.gemm(X, W).float(), torch.tensor(2.0))
+    assert torch.equal(found, 2 * co.gemm(X, W).float())
+    with pytest.raises(ValueError, match=r"^a has a tangent"):
+        torch.func.linearize(lambda x: co.gemm(x, W), X)
+
+
+def test_a_saved_program_refuses_tangents_under_a_mode_as_well():
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return co.gemm(x, W)
+
+    program = torch.export.export(Layer(), (X,)).module()
+    with forward_ad.dual_level(), FlopCounterMode(display=False), pytest.raises(ValueError, match="has a tangent"):
+        program(forward_ad.make_dual(X, X))
+
+
+def test_a_state_of_fp8_refuses_tangents():
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=r"^x has a tangent"):
+        co.Fp8State().quantize(forward_ad.make_dual(X, X))
+
+
 def test_autocast_reaches_an_epilogue_whatever_its_name_in_a_compiled_function():
     @co.epilogue
     def kernel_of_mine(acc, bias: co.Row):
