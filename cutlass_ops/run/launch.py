@@ -96,7 +96,7 @@ class Launch:
     _repeat: Callable[[], object]
     _scratch: Tensor | None
     _memory: tuple[tuple[Callable[[], int], int], ...]  # what says where each tensor lies, and where it lay
-    _differentiable: bool
+    _tensors: tuple[Tensor, ...]
     _ordinary: _Ordinary
 
     def __call__(self, *arguments: Any, out: Any = None, **named: Any) -> Any:
@@ -111,8 +111,10 @@ class Launch:
         """
         if _is_traced() or _dispatch_modes() or _jit_tracer() is not None:
             _refuse_tracing(self.name)
-        if self._differentiable and _grad_enabled():
-            self._ordinary.refuse_differentiated()
+        if _grad_enabled():
+            for x in self._tensors:
+                if x.requires_grad:  # perhaps since the preparation
+                    self._ordinary.refuse_differentiated()
         if arguments or named or out is not None:
             return self._ordinary.run_with(arguments, named, out)
         for where, before in self._memory:
@@ -325,7 +327,7 @@ def make(op: Warm, plan: Plan | None, call: Call, arguments: tuple[Any, ...]) ->
         Its a, b and inputs, as the caller gave them.
     """
     outputs = tuple(call.results())
-    tensors = [x for x in (*arguments, *outputs) if isinstance(x, Tensor)]
+    tensors = tuple(x for x in (*arguments, *outputs) if isinstance(x, Tensor))
     shapes = tuple(x.shape if isinstance(x, Tensor) and x.ndim else None for x in arguments)
     repeat: Callable[[], object] = call.run_reference
     scratch = None
@@ -339,7 +341,7 @@ def make(op: Warm, plan: Plan | None, call: Call, arguments: tuple[Any, ...]) ->
         _repeat=in_range(op.name, repeat) if env.nvtx_enabled() else repeat,
         _scratch=scratch,
         _memory=tuple((x.data_ptr, x.data_ptr()) for x in tensors),
-        _differentiable=any(x.requires_grad for x in tensors),
+        _tensors=tensors,
         _ordinary=_Ordinary(op, plan, ("a", "b", *op.names), arguments, shapes, outputs),
     )
 

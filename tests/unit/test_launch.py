@@ -326,6 +326,20 @@ def test_gradients_are_refused(ready, device):
     weight.requires_grad_(False)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.usefixtures("device")
+def test_a_tensor_that_requires_grad_since_the_preparation_is_refused(place):
+    arguments = [matrix(M, K), matrix(N, K).t(), torch.randn(N)]
+    launch = co.prepare_launch(co.gemm_bias_relu, *arguments)
+    wanted = launch().clone()
+    arguments[place].requires_grad_()
+    with pytest.raises(ValueError, match=f"^{('a', 'b', 'bias')[place]} requires grad, and this has no backward"):
+        launch()
+    assert launch.results.grad_fn is None
+    with torch.no_grad():
+        assert equal(launch(), wanted)
+
+
 class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, inner):
