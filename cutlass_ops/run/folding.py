@@ -29,6 +29,12 @@ _KNOWN: dict[_Layout, tuple[int, ...]] = {}
 _MOST_KNOWN = 4096
 _PLAIN = (Tensor, Parameter)
 
+# No program depends on whether values fit.
+_in_no_program = watching.in_no_program(
+    "cutlass_ops.prepare checks the values of a weight: call it outside of the function that torch.compile traces, and "
+    "pass the prepared weight"
+)
+
 
 def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     """Return diag(gamma) @ w, each value rounded once to w's dtype, by one elementwise kernel.
@@ -133,11 +139,14 @@ def quantize(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
         return torch.stack([scale, (~amax.isfinite()).float()])
 
     scale, unknown = _by_columns(w, fill)
-    if not watching.has_values(w):
-        return found, scale.contiguous()
-    if bad := int(unknown.sum().item()):
-        raise ValueError(f"w or gamma is infinite or NaN in {bad} of {w.shape[1]} columns: FP8 has no scale for these")
+    _check_known(w, unknown)
     return found, scale.contiguous()
+
+
+@_in_no_program
+def _check_known(w: Tensor, unknown: Tensor) -> None:
+    if watching.has_values(w) and (bad := int(unknown.sum().item())):
+        raise ValueError(f"w or gamma is infinite or NaN in {bad} of {w.shape[1]} columns: FP8 has no scale for these")
 
 
 def along_k(w: Tensor) -> Tensor:
@@ -151,6 +160,7 @@ def _along_k(w: Tensor, dtype: torch.dtype) -> Tensor:
     return w.new_empty(n, -(-k // unit) * unit, dtype=dtype)[:, :k].t()
 
 
+@_in_no_program
 def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
     """Check that the dtype can hold a folded weight. Waits for the device.
 
@@ -171,15 +181,16 @@ def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
         return torch.stack([overflown, lost & ~overflown])
 
     overflown, lost = _by_columns(w, count).sum(1).tolist()
+    wider = "" if w.dtype == torch.bfloat16 else "use BF16, or "
     if overflown:
         raise ValueError(
             f"gamma times w exceeds the largest value of {w.dtype}, {limits.max:g}, in {overflown} of {w.shape[1]} "
-            "columns: use BF16, or divide gamma by a number and multiply by it in the epilogue"
+            f"columns: {wider}divide gamma by a number and multiply by it in the epilogue"
         )
     if lost:
         raise ValueError(
             f"gamma times w is too small for {w.dtype}, denormal below {limits.tiny:.1g}, in {lost} of {w.shape[1]} "
-            "columns: use BF16, or multiply gamma by a number and divide by it in the epilogue"
+            f"columns: {wider}multiply gamma by a number and divide by it in the epilogue"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _jit_tracer = torch._C._get_tracing_state
 _before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _excluded = torch._C._dispatch_tls_local_exclude_set
 
 
@@ -24,6 +25,24 @@ def is_watched() -> bool:
         return True
     # Tracing before dispatch has its own modes, and always a function mode as well.
     return bool(_function_modes()) and _before_dispatch() > 0
+
+
+def in_no_program(why: str) -> Callable[[_Function], _Function]:
+    """Return a decorator of functions that PyTorch's compiler leaves out, and with ``fullgraph=True`` refuses.
+
+    As ``torch.compiler.disable``, but that imports the compiler, which takes a second.
+
+    Parameters
+    ----------
+    why : str
+        What the compiler's error says, with what to do instead.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
+        return function
+
+    return decorated
 
 
 def goes_by_operator(**tensors: Any) -> bool:

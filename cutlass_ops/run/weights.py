@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.run import casting, folding, fp8
+from cutlass_ops.base.dtypes import bf16, f16
+from cutlass_ops.run import casting, folding, fp8, watching
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
-from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
+from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_tensor
 
 # Types that kernels of wgmma read along K only. Of FP32 that is TF32.
 _READ_ALONG_K = (*fp8.DTYPES, torch.int8, torch.float32)
@@ -68,11 +69,7 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     >>> co.prepare(torch.ones(40, 16, dtype=torch.int8)).matrix.stride()
     (1, 48)
     """
-    for name, value in (("w", w), ("gamma", gamma)):
-        refuse_differentiated(name, value)
-    require_tensor("w", w)
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {tuple(w.shape)}: it must be (K, N), so prepare weights of batches one by one")
+    _require_plain(w=w, gamma=gamma)
     if w.dtype in _READ_ALONG_K:
         if gamma is not None or dtype not in (None, w.dtype):
             what = "gamma" if gamma is not None else "another dtype"
@@ -83,6 +80,7 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
         fp8.require_dtype("dtype", dtype)
         return PreparedWeight(*folding.quantize(w, gamma, dtype), gamma is not None)
     if gamma is None:
+        element_type("w", w, (f16, bf16))  # an FP64 weight, say, has nothing to prepare
         raise TypeError(f"gamma is missing, and w is {w.dtype}: pass gamma, or dtype=torch.float8_e4m3fn to quantise w")
     folded = folding.fold(w, gamma)
     folding.check_folded(w, gamma, folded)
@@ -120,13 +118,33 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
-        refuse_differentiated(name, value)
-    require_tensor("w", w)
+    _require_plain(w=w, gamma=gamma, beta=beta)
     prepared = fold_layernorm(w, gamma, beta)
     if gamma is not None:
         folding.check_folded(w, gamma, prepared.matrix)
     return prepared
+
+
+def _require_plain(**given: Tensor | None) -> None:
+    """Require a weight (K, N) and vectors that can be prepared: without gradients, and not under vmap.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        If they cannot be. The message says what to do.
+    """
+    for name, value in given.items():
+        refuse_differentiated(name, value)
+        if not torch.compiler.is_dynamo_compiling() and isinstance(value, Tensor) and watching.is_batched(value):
+            raise NotImplementedError(
+                f"{name} is a tensor of torch.vmap, and values are checked when a weight is prepared: prepare weights "
+                "one by one, outside of it"
+            )
+    w = given["w"]
+    require_tensor("w", w)
+    if isinstance(w, Tensor) and w.ndim != 2:
+        batches = ", so prepare weights of batches one by one" if w.ndim > 2 else ""
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must be (K, N){batches}")
 
 
 def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:

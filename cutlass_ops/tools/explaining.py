@@ -27,7 +27,7 @@ from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
-from cutlass_ops.run import served
+from cutlass_ops.run import served, watching
 from cutlass_ops.run.call import Call, accumulation, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature, Registry
@@ -195,6 +195,9 @@ class Explanation:
         return [Finding("limit", says)]
 
 
+@watching.in_no_program(
+    "cutlass_ops.explain looks for a kernel now: call it outside of the function that torch.compile traces"
+)
 def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     """Explain how a call would be served, and why, without running or compiling its kernel.
 

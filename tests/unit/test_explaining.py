@@ -372,3 +372,10 @@ def test_where_means_of_rows_are_from(problem, says):
 def test_no_chip_is_expected_to_exceed_its_roofline(chip, problem):
     call = call_at(builtin.bias.graph, Problem(*problem), "bf16", "row", "col")
     assert 0.2 < explain_call("gemm_bias", call, chip.device).achieved <= 1.05
+
+
+def test_a_compiler_is_told_that_explain_belongs_outside():
+    a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"explain looks for a kernel now: call it outside of the function"):
+        torch.compile(lambda a: co.explain(co.gemm, a, b).served_by, backend="eager", fullgraph=True)(a)

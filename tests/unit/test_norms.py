@@ -556,6 +556,47 @@ def test_what_was_not_folded_before_is_still_checked():
             folding.fold(dual, gamma)
 
 
+def test_vmap_and_compilers_are_told_that_weights_are_prepared_outside():
+    w, gamma = weights(BF16)[0].t(), torch.rand(K)
+    batches = torch.stack([w, w])
+    for prepared in (
+        lambda w: co.prepare(w, gamma).matrix,
+        lambda w: co.prepare(w, dtype=torch.float8_e4m3fn).matrix,
+        lambda w: co.prepare_layernorm(w, gamma).matrix,
+    ):
+        with pytest.raises(NotImplementedError, match=r"^w is a tensor of torch\.vmap, .* prepare weights one by one"):
+            torch.vmap(prepared)(batches)
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="prepare checks the values of a weight: call it outside"):
+            torch.compile(prepared, backend="eager", fullgraph=True)(w)
+        assert torch.equal(torch.compile(prepared, backend="eager")(w).float(), prepared(w).float())
+    lines = torch.compile(lambda w: co.prepare(w).matrix, backend="eager", fullgraph=True)(w.float())
+    assert torch.equal(lines, w.float())
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda w, g: co.prepare(w * 1e30, g * 1e30),
+            ValueError,
+            "^gamma times w exceeds .*columns: divide gamma",
+        ),
+        (lambda w, g: co.prepare(w * 1e-20, g * 1e-20), ValueError, "^gamma times w is too .*columns: multiply gamma"),
+        (lambda w, g: co.prepare(w.double()), TypeError, r"^w is torch\.float64: use one of torch\.float16, torch\.bf"),
+        (lambda w, g: co.prepare(w[:, 0], g), ValueError, r"^w has shape \(512,\): it must be \(K, N\)$"),
+        (
+            lambda w, g: co.prepare_layernorm(w[None], g),
+            ValueError,
+            "^w has shape .*so prepare weights of",
+        ),
+    ],
+)
+def test_advice_about_weights_can_be_followed(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(weights(BF16)[0].t(), torch.ones(K))
+
+
 def test_wrong_shapes_are_refused_without_data():
     with FakeTensorMode():
         x, w, gamma = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((4, 64), (64, 48), (64,)))
