@@ -14,12 +14,20 @@ from torch import Tensor
 from cutlass_ops.nn.reading import is_spread, rows
 from cutlass_ops.run import casting
 from cutlass_ops.run.ops import gemm
+from cutlass_ops.run.tensors import require_tensor
 
 
 def sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of a layer's result plus a residual, as PyTorch promotes them; None for the layer's own."""
+    """Return the dtype of a layer's result plus a residual, as PyTorch promotes them; None for the layer's own.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the residual is no tensor that an epilogue can read.
+    """
     if residual is None:
         return None
+    require_tensor("residual", residual)
     own = casting.autocast_dtype(x) or x.dtype
     found = torch.promote_types(own, residual.dtype)
     return None if found == own else found

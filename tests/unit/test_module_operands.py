@@ -178,3 +178,10 @@ def test_hooks_of_a_parameter_with_a_main_grad():
     module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     module(x).sum().backward()
     assert seen == [None, None]
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "gated"])
+@pytest.mark.parametrize("residual", [1.0, [0.0] * K], ids=["a number", "a list"])
+def test_a_residual_that_is_no_tensor_is_named(name, residual):
+    with pytest.raises(TypeError, match=r"^residual must be a torch\.Tensor, not"):
+        MODULES[name]()(drawn(3, K), residual=residual)
