@@ -227,7 +227,7 @@ class _Ordinary:
         wrong = [f"{len(given)} are given"] if len(given) > len(names) else []
         wrong += [f"{name} is given twice" for name in named if name in names[: len(given)]]
         wrong += [f"{name} is unknown" for name in named if name not in names]
-        raise TypeError(f"a launch of {self.op.name} takes ({', '.join(names)}): {', '.join(wrong)}")
+        raise TypeError(f"a launch of {self.op.name} takes ({', '.join(names)}): {', '.join(wrong)}{self.op.whose}")
 
     def _check(self, name: str, value: Any, shape: torch.Size | None, called: Callable[[str], str] = str) -> None:
         # Written out: a call for each question would cost as much as the launch.
@@ -241,7 +241,7 @@ class _Ordinary:
         if shape is not None and value.shape != shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, and the launch of {self.op.name} was prepared for "
-                f"{tuple(shape)}: prepare another one, or call the op"
+                f"{tuple(shape)}: prepare another one, or call the op{self.op.whose}"
             )
 
 

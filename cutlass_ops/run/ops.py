@@ -92,6 +92,8 @@ class Op(Warm):
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
         self._instead, self._called = instead, called or {}
+        if self._called:
+            self.whose = f" ({name}: {', '.join(f'{ours} is {theirs}' for ours, theirs in self._called.items())})"
         how, plain = made_by or ("epilogue", self.graph.to_program())
         if math is not None:
             how, plain = "math", {"math": math, how: plain}
@@ -274,10 +276,9 @@ class Op(Warm):
         try:
             return check_call(self.graph, a, b, named, out, out_dtype, math=self.math)
         except (TypeError, ValueError) as exc:
-            known = [f"{ours} is {theirs}" for ours, theirs in self._called.items()]
-            if not known or type(exc) not in (TypeError, ValueError):
+            if not self.whose or type(exc) not in (TypeError, ValueError):
                 raise
-            raise type(exc)(f"{exc} ({self.name}: {', '.join(known)})") from None
+            raise type(exc)(f"{exc}{self.whose}") from None
 
     def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
         """Return every kernel that a call's weight may need, each once, including those of fallback ops."""

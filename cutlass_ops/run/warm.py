@@ -77,6 +77,8 @@ class Warm(portable.Portable):
 
     # Whether torch.autocast decides the operands' dtype.
     _autocasts = True
+    # What a function that calls this op calls a, b and inputs, in parentheses, for messages.
+    whose = ""
 
     def __init__(self, name: str, graph: Graph, form: Form = DENSE) -> None:
         self.name = self.__name__ = name
@@ -190,7 +192,10 @@ class Warm(portable.Portable):
         TypeError
             If one is missing, unknown or given twice.
         """
-        return portable.bind(self.name, self.names, inputs, named)
+        try:
+            return portable.bind(self.name, self.names, inputs, named)
+        except TypeError as exc:
+            raise TypeError(f"{exc}{self.whose}") from None
 
     def wrap(self, call: Call) -> Any:
         """Return a call's results to the caller: D, or a named tuple with D first."""

@@ -229,5 +229,14 @@ def test_an_error_says_what_the_caller_calls_the_arguments():
         co.gemm_swiglu(x, w, w[:, :40])
     with pytest.raises(TypeError, match=r"b is torch.float32.* \(rmsnorm_gemm: a is x, b is w\)"):
         co.rmsnorm_gemm(x, w.float(), eps=1e-5)
+    with pytest.raises(TypeError, match=r"takes \(a, b, eps\): bias is unknown \(rmsnorm_gemm: a is x, b is w\)"):
+        co.rmsnorm_gemm(x, w, eps=1e-5, bias=x[0])
+    launch = co.prepare_launch(co.gemm_swiglu, x, w, w)
+    with pytest.raises(TypeError, match=r"w_up is unknown \(gemm_swiglu: a is x, b is w_gate, up is w_up\)"):
+        launch(w_up=w)
+    with pytest.raises(ValueError, match=r"call the op \(gemm_swiglu: a is x, b is w_gate, up is w_up\)"):
+        launch(x[:2])
     with pytest.raises(ValueError, match=r"same K$"):  # the op's own names
         co.gemm(x, w[:, 0])
+    with pytest.raises(TypeError, match=r"bias is unknown$"):
+        co.gemm(x, w, bias=x[0])

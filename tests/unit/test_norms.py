@@ -413,10 +413,12 @@ ERRORS = {
         ValueError, "have the name row_sum_square: rename",
     ),
     "an input missing": (
-        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=builtin.bias), TypeError, "^rmsnorm_gemm takes.* is missing$",
+        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=builtin.bias), TypeError,
+        r"^rmsnorm_gemm takes.* is missing \(rmsnorm_gemm: a is x, b is w\)$",
     ),
     "a product missing": (
-        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=geglu), TypeError, "^rmsnorm_gemm takes .*: up is missing$",
+        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=geglu), TypeError,
+        r"^rmsnorm_gemm takes .*: up is missing \(rmsnorm_gemm: a is x, b is w\)$",
     ),
     "one weight prepared": (
         lambda: co.rmsnorm_gemm(X, co.prepare(W, GAMMA), eps=EPS, epilogue=geglu, up=W),
