@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import hashed_once
+from cutlass_ops.base.whole import plain_field
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
 
@@ -35,6 +36,8 @@ class _Shape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if type(value) is not int:
+                value = plain_field(self, name)
             if type(value) is not int or value < 1:
                 sides = ", ".join(vars(self))
                 raise ConfigError(f"{type(self).__name__} takes positive integers for {sides}: {name} is {value!r}")
@@ -74,6 +77,8 @@ class KernelConfig:
     def __post_init__(self) -> None:
         for name, (types, choices) in _types(typing.cast(type, type(self))).items():
             value = getattr(self, name)
+            if type(value) not in types:
+                value = plain_field(self, name)
             # Not isinstance: True is an integer, and no number of stages.
             if type(value) not in types or (choices and value not in choices):
                 raise ConfigError(f"{name} must be {_wanted(types, choices)}, not {value!r}")

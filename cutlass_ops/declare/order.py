@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.whole import plain_field
 
 Raster = Literal["heuristic", "along_m", "along_n"]
 SWIZZLES = (1, 2, 4, 8)
@@ -52,6 +53,8 @@ class TileOrder:
     def __post_init__(self) -> None:
         if self.raster not in get_args(Raster):
             raise ConfigError(f"raster must be one of {', '.join(get_args(Raster))}, not {self.raster!r}")
+        if type(self.swizzle) is not int:
+            plain_field(self, "swizzle")
         # Not only `in`: True is 1.
         if type(self.swizzle) is not int or self.swizzle not in SWIZZLES:
             raise ConfigError(f"swizzle must be one of {', '.join(map(str, SWIZZLES))}, not {self.swizzle!r}")

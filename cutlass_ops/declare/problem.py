@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.whole import plain
 
 MOST_EXTENT = 1 << 40
 # Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
@@ -39,11 +40,12 @@ class Problem(NamedTuple):
             If it is not three positive integers.
         """
         lengths = (3, 4) if isinstance(given, Problem) else (3,)
-        if not isinstance(given, Sequence) or len(given) not in lengths or not all(_is_extent(x) for x in given):
+        extents = [plain(x) for x in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+        if len(extents) not in lengths or not all(_is_extent(x) for x in extents):
             raise ValueError(
                 f"{given} is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)"
             )
-        return cls(*given)
+        return cls(*extents)
 
     @property
     def extents(self) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from cutlass_ops.base.dtypes import (
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import KEPT_HASH, hashed_once
 from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.whole import plain_field
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
@@ -90,6 +91,8 @@ class Operand:
     promoted: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.alignment) is not int:
+            plain_field(self, "alignment")
         given = (self.dtype, self.major, self.alignment)
         if self.dtype not in (*DECLARED, *INTEGERS) or self.major not in get_args(Major):
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8
+from cutlass_ops.base.whole import plain
 from cutlass_ops.run import reference, watching
 from cutlass_ops.run.results import operand_strides
 from cutlass_ops.run.tensors import require_same_device
@@ -179,7 +180,8 @@ class Fp8State(torch.nn.Module):
             raise ValueError(f"recipe is {name!r}{blocks}: use {' or '.join(map(repr, RECIPES))}")
         if algorithm not in get_args(Algorithm):
             raise ValueError(f"algorithm is {algorithm!r}: use {' or '.join(map(repr, get_args(Algorithm)))}")
-        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+        history = plain(history)
+        if type(history) is not int or history < 1:
             raise ValueError(f"history is {history!r}: pass the number of passes to keep, 1 or more")
         if isinstance(margin, bool) or not isinstance(margin, (int, float)):
             raise TypeError(f"margin must be a number, not {type(margin).__name__}: pass powers of two")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutlass_ops.base import arch, dtypes, mma
 from cutlass_ops.base.dtypes import FP8, bf16, f16
+from cutlass_ops.base.whole import plain
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.rows import FEW, ROWS, nearest
@@ -365,6 +366,7 @@ def expected(rows: int | None) -> int:
     """
     if rows is None:
         return 0
+    rows = plain(rows)
     if type(rows) is not int:
         raise TypeError(f"expected_rows is {rows!r}: pass an int, or omit it")
     if rows < 0:

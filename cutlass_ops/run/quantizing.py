@@ -18,6 +18,7 @@ from cutlass_ops.base import arch, dtypes
 from cutlass_ops.base.dtypes import READ
 from cutlass_ops.base.errors import LoadError, UnsupportedError
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.base.whole import plain
 from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.nodes import D_SCALE
@@ -94,6 +95,7 @@ def quantize(
             raise TypeError("out is for tensors: a quantised D goes where a call's own out says")
         return functions.quantize(x, dtype, block)  # type: ignore[arg-type]
     element = dtypes.dtype(dtype, dtypes.FP8)
+    block = None if block is None else plain(block)
     if block is not None and (type(block) is not int or block != BLOCK_K):
         raise ValueError(f"block is {block!r}: use {BLOCK_K}, or None for a scale of each row")
     given = _given(out)

@@ -28,6 +28,7 @@ from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
 from cutlass_ops.base.mma import OPERANDS, Math
 from cutlass_ops.base.progress import progress
+from cutlass_ops.base.whole import plain
 from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Table
@@ -618,6 +619,7 @@ def tune(
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     asked, effort = wgrad_op() if op is grouped_gemm_wgrad else called(op), effort or Effort()
+    batches, groups = plain(batches), plain(groups)
     form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
     if form.operands and allow_fallback:
         raise ValueError("allow_fallback is of calls that PyTorch serves, and it serves none of groups: omit it")
