@@ -262,7 +262,12 @@ class Symbol:
 
     __slots__ = ("node", "tracer")
 
-    def __init__(self, tracer: Tracer, node: int) -> None:
+    def __init__(self, tracer: Tracer | None = None, node: int = 0) -> None:
+        if tracer is None:  # as by `bias: co.Row()`
+            name = f"co.{type(self).__name__}"
+            raise EpilogueError(
+                f"{name} is an annotation, and takes no call: write `bias: {name}` in the function's def"
+            )
         self.tracer = tracer
         self.node = node
 
@@ -343,7 +348,9 @@ class Value(Symbol):
     def __abs__(self) -> Value:
         return self.tracer.apply("abs", (self,))
 
-    def __pow__(self, exponent: Value | float) -> Value:
+    def __pow__(self, exponent: Value | float, modulus: object = None) -> Value:
+        if modulus is not None:
+            raise self.tracer.error("pow takes no modulus: an epilogue has no operator %")
         return power(self.tracer, self, exponent)
 
     def __rpow__(self, base: float) -> Value:

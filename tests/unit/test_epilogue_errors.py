@@ -479,3 +479,20 @@ class TestErrors:
         with pytest.raises(EpilogueError, match="f: an epilogue cannot branch") as caught:
             epilogue(namespace["f"])
         assert str(caught.value).endswith("<string>:2")
+
+
+@pytest.mark.parametrize("annotation", [Row, Col, Tile, Scalar, Integer])
+def test_an_annotation_is_not_called(annotation):
+    name = annotation.__name__
+    with pytest.raises(EpilogueError, match=rf"^co\.{name} is an annotation, .*: write `bias: co\.{name}` in"):
+
+        @epilogue
+        def wrong(acc, bias: annotation()):
+            return acc + bias
+
+
+def test_a_power_has_no_modulus():
+    def wrong(acc):
+        return pow(acc, 2, 3)  # <-
+
+    refused(wrong, "pow takes no modulus")
