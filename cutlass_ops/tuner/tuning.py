@@ -28,7 +28,7 @@ from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
 from cutlass_ops.base.mma import OPERANDS, Math
 from cutlass_ops.base.progress import progress
-from cutlass_ops.base.whole import plain
+from cutlass_ops.base.whole import plain, plain_field
 from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Table
@@ -119,7 +119,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         for name in ("kernels", "candidates", "rounds"):
-            value: object = getattr(self, name)
+            value: object = plain_field(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, not {reprlib.repr(value)}")
             if value < 1:
@@ -132,8 +132,9 @@ class Effort:
                 raise ValueError(f"{name} must be {least} or more, not {reprlib.repr(value)}")
         if not isinstance(self.refine, bool):
             raise TypeError(f"refine must be True or False, not {reprlib.repr(self.refine)}")
-        if not isinstance(self.pool, tuple) or not all(isinstance(each, Config) for each in self.pool):
+        if not isinstance(self.pool, list | tuple) or not all(isinstance(each, Config) for each in self.pool):
             raise TypeError(f"pool must be a tuple of configurations, not {reprlib.repr(self.pool)}")
+        object.__setattr__(self, "pool", tuple(self.pool))
 
 
 @dataclass
@@ -619,6 +620,8 @@ def tune(
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     asked, effort = wgrad_op() if op is grouped_gemm_wgrad else called(op), effort or Effort()
+    if not isinstance(effort, Effort):
+        raise TypeError(f"effort must be a cutlass_ops.Effort, not {reprlib.repr(effort)}")
     batches, groups = plain(batches), plain(groups)
     form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
     if form.operands and allow_fallback:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from signatures import H100, signature
@@ -544,10 +545,16 @@ def test_what_is_no_op_is_said_to_be_none(op):
         ("seconds", ("60", None, [60]), TypeError),
         ("within", (0.5, float("nan")), ValueError),
         ("refine", (1, None), TypeError),
-        ("pool", (5, [], ("sm80",)), TypeError),
+        ("pool", (5, "sm80", ("sm80",)), TypeError),
     ],
 )
 def test_an_effort_that_means_nothing_is_refused_where_it_is_made(name, values, error):
     for value in values:
         with pytest.raises(error, match=f"^{name} must be "):
             Effort(**{name: value})
+
+
+def test_an_effort_takes_numpys_numbers_and_lists():
+    assert tuning.Effort(kernels=np.int64(3), pool=[]) == tuning.Effort(kernels=3)
+    with pytest.raises(TypeError, match=r"^effort must be a cutlass_ops\.Effort, not 'high'"):
+        tuning.tune(co.gemm, [(64, 512, 512)], effort="high")
