@@ -223,7 +223,7 @@ def test_processes_by_name(kit, store):
         assert isinstance(pool, ProcessPoolExecutor)
         assert len(build_many(SPECS[:2], store=store, executor=pool)) == 2
     assert Path(store.root).is_dir()
-    assert builder._at_once(None) >= 1
+    assert builder._at_once(None, None) >= 1
 
 
 @pytest.mark.slow
