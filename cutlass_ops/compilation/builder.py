@@ -20,6 +20,7 @@ from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress
+from cutlass_ops.base.whole import plain
 from cutlass_ops.compilation.abi_check import prove_halves_agree
 from cutlass_ops.compilation.compiler import LOG, compile_kernel
 from cutlass_ops.compilation.identity import kernel_identity, source_identity
@@ -268,7 +269,8 @@ def building(
 def _at_once(jobs: int | None, executor: Executor | None) -> int:
     """Return how many kernels are built at the same time."""
     if jobs is not None:
-        if isinstance(jobs, bool) or not isinstance(jobs, int):
+        jobs = plain(jobs)
+        if type(jobs) is not int:
             raise TypeError(f"jobs must be an integer, not {reprlib.repr(jobs)}")
         if jobs < 1:
             raise ValueError(f"jobs must be 1 or more, not {reprlib.repr(jobs)}")

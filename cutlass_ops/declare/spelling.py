@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from cutlass_ops.base import dtypes, mma
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.units import counted
 from cutlass_ops.declare.problem import MOST_ELEMENTS, Problem
 from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import Epilogue, builtin, composed
@@ -262,7 +263,7 @@ def _sides(word: str, names: str, what: str, example: str) -> list[list[int]]:
     if "=" in word:
         parts = _in_order(parts, names, word, what, example)
     if len(parts) != len(names):
-        extents = "1 extent" if len(parts) == 1 else f"{len(parts)} extents"
+        extents = counted(len(parts), "extent")
         _refuse(word, what, f"it has {extents}, not {len(names)}", example)
     return [_extents(part, word, what, example) for part in parts]
 

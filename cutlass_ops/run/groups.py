@@ -263,9 +263,9 @@ def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> boo
         return True
     if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
         return False
-    if surely(value.shape[0] == 1) and experts != 1:
-        return False  # one row for all, as PyTorch would broadcast it
     if tuple(value.shape) != (experts, n):
+        if surely(value.shape[0] == 1):
+            return False  # one row for all, as PyTorch would broadcast it
         raise ValueError(
             f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
             f"each expert, or {(n,)} for all"

@@ -51,7 +51,7 @@ class Launch:
 
     - whether PyTorch traces or a mode is active: that is an error, since they would not see the launch;
     - whether each tensor's memory is where it was. If it is not, as after ``x.data = y``, an ordinary call is made;
-    - whether autograd would record: an error if a tensor required grad when the launch was prepared.
+    - whether autograd would record: an error if a tensor of the preparation requires grad.
 
     A tensor's shape, strides and dtype must not be changed in place. Numbers keep the values of the preparation. A
     Scalar or an Integer on the CPU is a number too: pass one on the GPU, which a kernel reads there, to change it.
@@ -212,7 +212,7 @@ class _Ordinary:
         return outputs[0] if len(outputs) == 1 else Outputs(op.outputs, outputs)
 
     def _require_dtypes(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> None:
-        """Refuse a tensor of another dtype than the prepared one, as a kernel would where PyTorch computes."""
+        """Refuse a tensor of another dtype than the prepared one. A kernel does so itself, and PyTorch would not."""
         names = (*self.names, *map(_output, self.op.outputs))
         before = (*self.arguments, *self.outputs)
         for name, x, prepared in zip(names, (*arguments, *outputs), before, strict=True):

@@ -11,6 +11,7 @@ from cutlass_ops.declare import gpus, spelling
 from cutlass_ops.tools.cli.exits import end
 from cutlass_ops.tools.cli.options import (
     BatchesOf,
+    DtypeOf,
     GroupsOf,
     Json,
     MajorOf,
@@ -111,12 +112,7 @@ def tune(
 def explain(
     op: OpName,
     problems: Problems,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
-        ),
-    ] = "bf16",
+    dtype: DtypeOf = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
     batches: BatchesOf = None,

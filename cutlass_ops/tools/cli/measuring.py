@@ -12,6 +12,7 @@ from cutlass_ops.declare import gpus, spelling
 from cutlass_ops.tools.cli.exits import end
 from cutlass_ops.tools.cli.options import (
     Command,
+    DtypeOf,
     Json,
     MajorOf,
     OpName,
@@ -138,12 +139,7 @@ def profile(
 def bench(
     op: OpName,
     problems: Problems,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."
-        ),
-    ] = "bf16",
+    dtype: DtypeOf = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
     against: Annotated[

@@ -203,6 +203,10 @@ GroupsOf = Annotated[
         help="Number of experts of grouped_gemm: M is the mean of an expert's rows. Default: no groups.",
     ),
 ]
+DtypeOf = Annotated[
+    str,
+    typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."),
+]
 MajorOf = Annotated[
     str,
     typer.Option(
