@@ -18,7 +18,17 @@ from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import casting, portable, traced, watching
-from cutlass_ops.run.backward import Forward, Step, added, as_epilogue, main_grad, refuse_main_grads, saved_of, wanted
+from cutlass_ops.run.backward import (
+    Forward,
+    Step,
+    added,
+    as_epilogue,
+    is_asked,
+    main_grad,
+    refuse_main_grads,
+    saved_of,
+    wanted,
+)
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tensors import require_tensor
 
@@ -170,9 +180,13 @@ class _Chained(torch.autograd.Function):
         inputs, kept = others[:total], dict(zip(pair.first.saving.kept, others[total:], strict=True))
         del others
         into = added(ctx.into)
+        every = a, b1, b2, *inputs
+        asked = [need and is_asked(x) for need, x in zip(ctx.needs_input_grad[2:], every, strict=True)]
+        asks_first = any((*asked[:2], *asked[3 : 3 + count]))
+        del every
         if torch.is_grad_enabled():
             refuse_main_grads(into)
-            again = _again(pair, a, b1, b2, inputs, grad, ctx)  # type: ignore[no-untyped-call]
+            again = _again(pair, a, b1, b2, inputs, grad, asked, ctx)  # type: ignore[no-untyped-call]
             return None, None, *again
         first, second = (
             _named(pair.first.called.graph, inputs[:count]),
@@ -180,14 +194,18 @@ class _Chained(torch.autograd.Function):
         )
         with casting.without_autocast(a.device):
             grad = grad.contiguous()
-            needs_a, needs_b1, needs_b2 = ctx.needs_input_grad[2:5]
+            needs_a, needs_b1, needs_b2 = asked[:3]
             after = Step(pair.second.called, between, b2, second)
-            leaves = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
+            # All or none: of some, the kernel would be another one, which nobody may have compiled.
+            wrt2 = pair.wrt2 if any(asked[3 + count :]) else frozenset()
+            leaves = after.gradients(pair.second.vjp(wrt2, {"d": grad}, {}), {"d": grad}, {})
             of_d = leaves[ACC]
             # What only the second op's gradients read, D of the first, is let go before the first one's are there.
             of_b2 = {"b": into["b2"]} if "b2" in into else {}
-            _, *of_second = after.of_operands(leaves, second, pair.wrt2, of_b2, a=False, b=needs_b2)
+            _, *of_second = after.of_operands(leaves, second, wrt2, of_b2, a=False, b=needs_b2)
             del after, between, leaves
+            if not asks_first:
+                return None, None, None, None, of_second[0], *[None] * count, *of_second[1:]
             before = Step(pair.first.called, a, b1, first)
             del a  # the step has it, and lets it go
             before.spent = pair.first.spent(kept)
@@ -212,17 +230,17 @@ def _adds_columns(graph: Graph) -> bool:
     return any(i.kind is Kind.ROW for i in graph.inputs)
 
 
-def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _again(pair, a, b1, b2, inputs, grad, asked, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Return gradients that can be differentiated again: those of the two ops one after the other."""
-    count, needed = ctx.count, ctx.needs_input_grad[2:]
+    count = ctx.count
     # Views, each a node of its own: a residual may be A itself, or depend on it, and its path would count twice.
     every = a, b1, b2, *inputs = [x.view_as(x) for x in (a, b1, b2, *inputs)]
     with traced.recompute():
         between = pair.first.called.as_list(a, b1, *inputs[:count])[0]
         d = pair.second.called.as_list(between, b2, *inputs[count:], out_dtype=ctx.out_dtype)[0]
-    wanted_ones = [x for x, need in zip(every, needed, strict=True) if need]
+    wanted_ones = [x for x, need in zip(every, asked, strict=True) if need]
     found = iter(torch.autograd.grad(d, wanted_ones, grad, create_graph=True, allow_unused=True))
-    return [next(found) if need else None for need in needed]
+    return [next(found) if need else None for need in asked]
 
 
 def _named(graph: Graph, values: Sequence[Tensor]) -> dict[str, Any]:

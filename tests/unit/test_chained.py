@@ -9,6 +9,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import Row, Tile, epilogue, functions
 from cutlass_ops.run import backward, gated, ops
 from cutlass_ops.run.chained import chain
+from cutlass_ops.run.recorded import calls_of
 
 BF16 = torch.bfloat16
 
@@ -97,6 +98,30 @@ def test_only_what_is_wanted_is_computed(only):
     assert torch.equal(found, every[only])
     with torch.no_grad():
         assert mine(*tensors(shapes)).grad_fn is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "products", "products_again"), [([3], 1, 1), ([4], 0, 0), ([3, 4], 1, 1), ([0], 2, 3), ([1, 3], 3, 4)]
+)
+def test_a_chain_computes_the_gradients_that_are_asked_for(asked, products, products_again, again, monkeypatch):
+    mine, _, shapes = PAIRS["gelu"]
+    given = tensors(shapes)
+    grad = torch.ones(*shapes[0][:-1], 32, dtype=BF16)
+    sums = []
+    monkeypatch.setattr(
+        backward, "sum_of_rows", lambda x, dtype, of=backward.sum_of_rows: sums.append(x) or of(x, dtype)
+    )
+    every = torch.autograd.grad(mine(*given), given, grad, create_graph=again)
+    sums.clear()
+    d, wrt, found = mine(*given), [given[at] for at in asked], []
+    calls = calls_of(lambda: found.extend(torch.autograd.grad(d, wrt, grad, create_graph=again)))
+    for x, at in zip(found, asked, strict=True):
+        torch.testing.assert_close(x, every[at], rtol=0.01 if again else 0, atol=0.01 if again else 0)
+    # Again, the op's own two products are computed first.
+    assert len(calls) == (2 + products_again if again else products)
+    if not again:
+        assert any(x.shape[-1] == 32 for x in sums) == (4 in asked)
 
 
 @pytest.mark.parametrize("name", PAIRS)
