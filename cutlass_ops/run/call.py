@@ -446,7 +446,9 @@ def _check_lines(call: Call) -> Sequence[Major]:
     if call.arguments.form == RAGGED_K:
         groups.check_lines_of_k(call.arguments)
         return ("row",)
-    return operands.check_lines(call.arguments, _products(call))
+    # Batches apart are launches of one GEMM, on a device as for the reference.
+    one = call.arguments.form == DENSE or call.why_apart is not None
+    return operands.check_lines(call.arguments, _products(call), one=one)
 
 
 def _as_multiplied(call: Call) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:

@@ -109,11 +109,11 @@ def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
     return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[-2] == mma.blocks(n) else 1)
 
 
-def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
+def check_lines(arguments: Arguments, products: Mapping[str, Tensor], *, one: bool) -> Sequence[Major]:
     """Return the majors that B may have; refuse A and B if their types are read along K only and they are not so.
 
-    That is not refused where kernels copy such operands: for one GEMM, of types other than FP8. Of types that ``wgmma``
-    reads along K only, lines along K come first, in case that B has both majors.
+    That is not refused where kernels copy such operands: if a launch is `one` GEMM, of types other than FP8. Of types
+    that ``wgmma`` reads along K only, lines along K come first, in case that B has both majors.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     found = mma.mma_of(*arguments.types)
     if found is None or not found.wgmma_k_major_only:
         return MAJORS
-    if not found.along_k_only or (found.copyable and arguments.form == DENSE):
+    if not found.along_k_only or (found.copyable and one):
         return MAJORS[::-1]
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         element = element_type(name, tensor)

@@ -212,6 +212,8 @@ class Op(Warm):
         launch.require_given(self, call.tensors(), (a, b, values, call.outputs), launch.COPY)
         if call.is_reference:
             served.require(self.name, call, self.instead_of)
+            if call.why_apart is not None and 0 not in call.problem:
+                raise UnsupportedError(_no_launch(self.name, call.why_apart))  # as on a device
         return launch.make(self, None if call.is_reference else self._best_plan(call), call, (a, b, *values))
 
     def _best_plan(self, call: Call) -> Plan:
@@ -222,9 +224,7 @@ class Op(Warm):
             why = self.why_instead(call)
             if not why:
                 raise
-            raise UnsupportedError(
-                f"{self.name}: {why}, and a prepared launch is one kernel: call the op itself"
-            ) from exc
+            raise UnsupportedError(_no_launch(self.name, why)) from exc
         decision.finish()  # as `warm_up` does
         # Of other tensors, no other kernel serves.
         plan = make_plan(self.name, decision.spec, decision.order, call)
@@ -356,6 +356,10 @@ class Op(Warm):
         from cutlass_ops.run import serving
 
         return serving.decided(self.name, call)
+
+
+def _no_launch(name: str, why: str) -> str:
+    return f"{name}: {why}, and a prepared launch is one kernel: call the op itself"
 
 
 def _call(op: Op, *arguments: Any, **named: Any) -> Any:

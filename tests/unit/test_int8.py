@@ -1,10 +1,12 @@
 """INT8, summed in INT32: what is served and by which instruction, what is refused, and the reference."""
 
+import contextlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from fake_device import fake_device
 from signatures import A100, H100
 from typed_calls import L40S, MAJORS, centred, relu_bias, signature, sm80
 
@@ -139,6 +141,26 @@ def test_each_device_serves_int8_by_its_own_instruction(device, problem):
         assert legality.check(spec) == ()
     said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "i8", "row", "col"), device))
     assert "accumulated in INT32, and brought to FP32 for the epilogue" in said
+
+
+@co.epilogue
+def with_amax(acc):
+    return {"d": acc, "of_rows": co.e.amax(acc, dim=1)}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_batches_of_int8_that_take_a_launch_each_lie_in_any_way(on_device, monkeypatch):
+    # One kernel of batches copies no operands, which is refused. Kernels of one GEMM copy them.
+    y = Y.t().contiguous()[None]
+    assert y.stride(-1) == 1
+    wanted = co.gemm(X, Y.t(), epilogue=with_amax)
+    with fake_device(monkeypatch) if on_device else contextlib.nullcontext():
+        for a in (X[None], X.t().contiguous().t()[None], torch.nn.functional.pad(X, (0, 1))[None, :, :64]):
+            found = co.gemm(a, y, epilogue=with_amax)
+            assert torch.equal(found.d[0], wanted.d)
+            assert torch.equal(found.of_rows[0], wanted.of_rows)
+    with pytest.raises(co.UnsupportedError, match=r"reductions of one GEMM.* and a prepared launch is one kernel"):
+        co.prepare_launch(co.gemm, X[None], y, epilogue=with_amax)
 
 
 def test_int8_of_any_layout_is_the_same_to_the_last_bit():
