@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops.artifacts.container import MAX_FILE
-from cutlass_ops.base import checked_json, recency
+from cutlass_ops.base import checked_json, env, recency
 from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
@@ -24,6 +24,10 @@ SOURCE = "kernel.cu"
 MANIFEST = "manifest.json"
 
 _MAX_MANIFEST = 1 << 20  # bytes
+
+# How many times in a row a store may be deleted while a kernel is built or read: each time, it is built again.
+DELETIONS = 3
+KEEP = f"Stop whatever removes its files, or set {env.CACHE_DIR.name} to a folder that nothing cleans up meanwhile"
 
 
 def identity_key(identity: Mapping[str, Any]) -> str:
@@ -128,10 +132,13 @@ class Artifact:
 
     def _read(self, name: str) -> bytes:
         data: bytes | None = self._read_here(name)
-        if data is None and self.again is not None:
+        for _ in range(DELETIONS):
+            if data is not None or self.again is None:
+                break
             data = self.again(lambda artifact: artifact._read_here(name))
         if data is None:
-            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up")
+            often = "" if self.again is None else f", and {DELETIONS} times after it was built again. {KEEP}"
+            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up{often}")
         return data
 
     def _read_here(self, name: str) -> bytes | None:

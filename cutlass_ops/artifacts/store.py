@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.artifacts.entry import (
+    DELETIONS,
     FORMAT,
     LIBRARY,
     MANIFEST,
@@ -187,11 +188,14 @@ class KernelStore:
         what = f"the build of {name or key}"
         with contextlib.ExitStack() as stack:
             with self.writing():
-                try:
-                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
-                except FileNotFoundError:
-                    # The store was deleted while waiting. Create its folders again.
-                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
+                for attempt in range(DELETIONS + 1):
+                    try:
+                        stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
+                        break
+                    except FileNotFoundError:
+                        # The store was deleted while waiting. Create its folders again.
+                        if attempt == DELETIONS:
+                            raise
             yield
 
     def workspace(self, key: str, source: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import LIBRARY, SOURCE, Artifact, identity_key
+from cutlass_ops.artifacts.entry import DELETIONS, KEEP, LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
@@ -183,12 +183,14 @@ def fetched(spec: Declaration) -> Artifact | None:
     found = remote.fetch(job.key)
     if found is None:
         return None
-    with job.store.lock(job.key, None, spec.slug):
-        here = job.lookup()
-        if here is not None:
+
+    def take() -> Artifact | None:
+        if (here := job.lookup()) is not None:
             return here
         taken = _taken(found, spec, job.store)
         return None if taken is None else job.lasting(taken)
+
+    return _locked(job, None, take)
 
 
 def build_many(
@@ -339,17 +341,20 @@ def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
 
 
 def _locked(job: _Job, cancel: threading.Event | None, do: Callable[[], T]) -> T:
-    """Do something while the kernel's lock is held, and once more if the store is deleted meanwhile.
+    """Do something while the kernel's lock is held, and again if the store is deleted meanwhile.
 
     The lock goes with the store: others may hold a new one by then, and be building the same kernel.
     """
-    try:
-        with job.store.lock(job.key, cancel, job.spec.slug):
-            return do()
-    except _DeletedError as exc:
-        _log.warning("%s: compiling it again", exc)
-    with job.store.lock(job.key, cancel, job.spec.slug):
-        return do()
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            with job.store.lock(job.key, cancel, job.spec.slug):
+                return do()
+        except _DeletedError as exc:
+            if attempts > DELETIONS:
+                raise StoreError(f"{exc}, {attempts} times in a row. {KEEP}") from exc
+            _log.warning("%s: compiling it again", exc)
 
 
 def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
@@ -368,7 +373,7 @@ def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
 
 def _taken(found: Fetched, spec: Declaration, store: KernelStore) -> Artifact | None:
     """Put a fetched kernel into the store; return None if it fails the proofs. The caller holds the kernel's lock."""
-    folder = store.workspace(found.key, "")
+    folder = _workspace(store, found.key, spec, "")
     try:
         with store.writing():
             (folder / SOURCE).write_bytes(found.source)
@@ -379,7 +384,9 @@ def _taken(found: Fetched, spec: Declaration, store: KernelStore) -> Artifact | 
         _log.warning("%s from %s is ignored: %s", spec.slug, found.url, exc)
         store.discard(folder)
         return None
-    except BaseException:
+    except BaseException as exc:
+        if isinstance(exc, CutlassOpsError) and _is_gone(folder, exc):
+            raise _deleted(store, spec) from exc
         with contextlib.suppress(OSError):
             store.discard(folder)
         raise
@@ -398,8 +405,31 @@ class _DeletedError(StoreError):
     """The store was deleted while a kernel was being compiled in it, perhaps to free disk space."""
 
 
+def _deleted(store: KernelStore, spec: Declaration) -> _DeletedError:
+    return _DeletedError(f"the kernel store {store.root} was deleted while {spec.slug} was compiled")
+
+
+def _is_gone(folder: Path, exc: CutlassOpsError) -> bool:
+    """Whether an error comes of a folder that was deleted.
+
+    Any may: a compiler cannot be started in a folder that is gone, nor a kernel opened there.
+    """
+    # The source may be the last file to be removed.
+    return isinstance(exc.__cause__, FileNotFoundError) or not (folder / SOURCE).exists()
+
+
+def _workspace(store: KernelStore, key: str, spec: Declaration, source: str) -> Path:
+    """Create a folder to build a kernel in, as :meth:`KernelStore.workspace`."""
+    try:
+        return store.workspace(key, source)
+    except StoreError as exc:
+        if not isinstance(exc.__cause__, FileNotFoundError):
+            raise
+        raise _deleted(store, spec) from exc
+
+
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
-    folder = job.store.workspace(job.key, job.source)
+    folder = _workspace(job.store, job.key, job.spec, job.source)
     try:
         target = arch.target(job.spec.target)
         with job.store.writing():
@@ -412,12 +442,8 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published
     except BaseException as exc:
-        # Any error may come of it: a compiler cannot be started in a folder that is gone, nor a kernel opened there.
-        # The source may be the last file to be removed.
-        gone = isinstance(exc.__cause__, FileNotFoundError) or not (folder / SOURCE).exists()
-        if isinstance(exc, CutlassOpsError) and gone:
-            deleted = f"the kernel store {job.store.root} was deleted while {job.spec.slug} was compiled"
-            raise _DeletedError(deleted) from exc
+        if isinstance(exc, CutlassOpsError) and _is_gone(folder, exc):
+            raise _deleted(job.store, job.spec) from exc
         if isinstance(exc, CompileError):
             raise _explained(job, folder, exc) from None
         with contextlib.suppress(OSError):

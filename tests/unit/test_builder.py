@@ -8,17 +8,21 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FFMA, HMMA, STALE_FLAG, FakeToolkit, library, sm80_spec, sm90_spec
 
+from cutlass_ops.artifacts import entry
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import locks, reuse
-from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
+from cutlass_ops.base.errors import CompileError, ConfigError, LoadError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import builder as build_module
 from cutlass_ops.compilation import remote
@@ -108,24 +112,60 @@ def test_an_illegal_declaration_never_reaches_the_compiler(store, toolkit, toolc
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_store_that_is_deleted_during_a_build(store, toolkit, toolchain, caplog, when):
-    once = f'[ $(wc -l < "$here/count") -gt 1 ] || rm -rf {store.root}\n'
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_store_that_is_deleted_during_a_build(store, toolkit, toolchain, caplog, when, times):
+    once = f'[ $(wc -l < "$here/count") -gt {times} ] || rm -rf {store.root}\n'
     if when == "before":
         toolkit.makes(library(HMMA), before=once)
     else:
         toolkit.does((toolkit.root / "behaviour").read_text() + once)
     artifact = build_artifact(SPEC, store=store, toolchain=toolchain)
-    assert toolkit.compilations == 2
+    assert toolkit.compilations == times + 1
     assert store.lookup(artifact.key) == artifact
-    assert f"{store.root} was deleted while {SPEC.slug} was compiled: compiling it again" in caplog.text
+    assert caplog.text.count(f"{store.root} was deleted while {SPEC.slug} was compiled: compiling it again") == times
     assert left_over(store) == []
 
 
 def test_a_store_that_is_deleted_during_each_build(store, toolkit, toolchain):
     toolkit.makes(library(HMMA), before=f"rm -rf {store.root}\n")
-    with pytest.raises(StoreError, match=f"{store.root} was deleted while {SPEC.slug} was compiled"):
+    wanted = (
+        f"{store.root} was deleted while {SPEC.slug} was compiled, 4 times in a row. Stop whatever removes its files"
+    )
+    with pytest.raises(StoreError, match=f"{wanted}, or set CUTLASS_OPS_CACHE_DIR to a folder that nothing cleans up"):
         build_artifact(SPEC, store=store, toolchain=toolchain)
-    assert toolkit.compilations == 2
+    assert toolkit.compilations == 4
+
+
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_store_that_is_deleted_before_a_kernel_is_built_in_it(store, toolkit, toolchain, monkeypatch, times):
+    deleted = []
+
+    def named():
+        # The build's folder gets its name right before it is created.
+        if len(deleted) < times:
+            deleted.append(shutil.rmtree(store.root))
+        return uuid.uuid4()
+
+    monkeypatch.setattr(store_module, "uuid", SimpleNamespace(uuid4=named))
+    with nullcontext() if times < 4 else pytest.raises(StoreError, match="4 times in a row"):
+        assert build_artifact(SPEC, store=store, toolchain=toolchain).read_library()
+        assert left_over(store) == []
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_a_kernel_that_is_deleted_whenever_it_is_read(store, toolkit, toolchain, monkeypatch, times):
+    artifact, deleted = build_artifact(SPEC, store=store, toolchain=toolchain), []
+    wanted, reads = artifact.read_library(), entry.read_private
+
+    def reading(path, **more):
+        # What publishes a kernel reads it as well, in its own folder.
+        if path == artifact.library and len(deleted) < times:
+            deleted.append(shutil.rmtree(store.root))
+        return reads(path, **more)
+
+    monkeypatch.setattr(entry, "read_private", reading)
+    with nullcontext() if times < 4 else pytest.raises(LoadError, match=r"3 times after it was built again. Stop what"):
+        assert artifact.read_library() == wanted
 
 
 def test_two_builders_whose_store_is_deleted(store, toolkit, toolchain, caplog):

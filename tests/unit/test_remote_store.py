@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -763,3 +764,26 @@ def test_the_store_may_be_deleted_at_any_time(shared, keys, kit, local, publish,
     name_store(monkeypatch, f"file://{shared}", keys[1], keys[0])
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin != "compiled here"
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched(keys, kit, local, server, publish, monkeypatch, times):
+    publish()
+    name_store(monkeypatch, server.url, keys[1])
+    store, deleted = local(), []
+    proves = build_module._proved
+
+    def proved(library, spec):
+        found = proves(library, spec)
+        if len(deleted) < times:
+            deleted.append(shutil.rmtree(store.root))
+        return found
+
+    monkeypatch.setattr(build_module, "_proved", proved)
+    monkeypatch.setattr(KernelStore, "default", lambda: store)
+    monkeypatch.setattr(build_module, "find_toolchain", kit.find)
+    for get in (fetched, build_artifact):
+        deleted.clear()
+        with nullcontext() if times < 4 else pytest.raises(StoreError, match="4 times in a row"):
+            assert get(SPEC).origin.startswith("fetched from")
+        store.clean()
