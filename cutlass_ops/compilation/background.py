@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
+from cutlass_ops.base.ending import is_ending
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
@@ -106,7 +107,7 @@ class Background(Part):
         # Read first: what was noted as queued before an error would never be built.
         jobs = env.jobs()
         with self._lock:
-            if self._cancel.is_set():
+            if self._cancel.is_set() or is_ending():
                 return
             wanted = dict.fromkeys(specs)
             fresh = [s for s in wanted if s not in self._known]
@@ -132,7 +133,7 @@ class Background(Part):
         Beside it, calls would wait for the interpreter's lock.
         """
         with self._lock:
-            if not self._cancel.is_set():
+            if not self._cancel.is_set() and not is_ending():
                 self._calm_at = time.monotonic() + _CALM
                 self._left.put(do)
                 self._begin("left", self._do_what_is_left)

@@ -8,7 +8,7 @@ import logging
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from cutlass_ops.artifacts.entry import DELETIONS, KEEP, LIBRARY, SOURCE, Artifa
 from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
+from cutlass_ops.base.ending import Threads
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress
 from cutlass_ops.base.whole import plain
@@ -260,7 +261,7 @@ def building(
         As for :func:`build_many`.
     """
     cancel, elsewhere = threading.Event(), _elsewhere(executor)
-    pool = ThreadPoolExecutor(_at_once(jobs, executor), thread_name_prefix="cutlass_ops_build")
+    pool = Threads(_at_once(jobs, executor), thread_name_prefix="cutlass_ops_build")
     try:
         yield {spec: pool.submit(_built, spec, None, None, None, cancel, elsewhere) for spec in specs}
     finally:
@@ -483,7 +484,7 @@ def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
 def _build_all(jobs: list[_Job], workers: int) -> dict[Declaration, Artifact]:
     cancel = threading.Event()
     with (
-        ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool,
+        Threads(workers, thread_name_prefix="cutlass_ops_build") as pool,
         progress(len(jobs), "kernels compiled") as steps,
     ):
         # Submit inside the try block: an interrupt may come between submissions and must end the running builds.

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -17,11 +18,13 @@ from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FFMA, HMMA, STALE_FLAG, FakeToolkit, library, sm80_spec, sm90_spec
+from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.artifacts import entry
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import locks, reuse
+from cutlass_ops.base.ending import Threads
 from cutlass_ops.base.errors import CompileError, ConfigError, LoadError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import builder as build_module
@@ -384,7 +387,7 @@ def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
 def test_an_interrupt_while_kernels_are_handed_out_ends_everything_too(store, toolkit, toolchain, monkeypatch):
     toolkit.does('sleep 600; touch "$here/ended"')
 
-    class Pool(ThreadPoolExecutor):
+    class Pool(Threads):
         def submit(self, *args):
             while args[1].spec != SPECS[0] and not toolkit.compilations:
                 time.sleep(0.01)
@@ -392,7 +395,7 @@ def test_an_interrupt_while_kernels_are_handed_out_ends_everything_too(store, to
                 raise KeyboardInterrupt
             return super().submit(*args)
 
-    monkeypatch.setattr(build_module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(build_module, "Threads", Pool)
     with pytest.raises(KeyboardInterrupt):
         build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
     assert not (toolkit.root / "ended").exists()
@@ -691,3 +694,59 @@ def test_what_is_no_executor_is_refused(store, toolkit, toolchain, executor):
         with pytest.raises(TypeError, match=r"executor must be a concurrent\.futures\.Executor, not"):
             use(SPEC, store=store, toolchain=toolchain, executor=executor)
     assert toolkit.compilations == 0
+
+
+_AT_THE_END = """
+import atexit, json, sys, threading
+import cutlass_ops as co
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import env
+from cutlass_ops.base.executors import named
+from cutlass_ops.base.session import Session
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.compilation.builder import build_many, building
+
+specs = [co.KernelSpec.from_json(json.loads(text)) for text in sys.argv[1:4]]
+
+def build():
+    print(len({artifact.key for artifact in build_many(specs[:2])}), flush=True)
+    with building(specs[2:]) as builds:
+        print(builds[specs[2]].result().origin)
+    with named("processes:1") as pool:
+        build_many(specs[:1], store=KernelStore(env.cache_dir() / "other"), executor=pool)
+    # Nothing waits for what nobody will need.
+    Session().part(Background).add(specs)
+
+def wait():
+    # A thread that Python waits for.
+    threading.main_thread().join()
+    build()
+
+if sys.argv[4] == "atexit":
+    atexit.register(build)
+else:
+    threading.Thread(target=wait).start()
+"""
+
+
+@pytest.mark.parametrize("where", ["atexit", "a thread"])
+def test_kernels_are_built_while_the_interpreter_ends(store, toolkit, where):
+    specs = [sm80_spec(stages).canonical() for stages in (3, 4, 5)]
+    more = {"CUTLASS_OPS_CACHE_DIR": store.root, "CUTLASS_OPS_NVCC": toolkit.nvcc, "NVCC_CCBIN": toolkit.host}
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTORCH + _AT_THE_END, *specs, where],
+        env=os.environ | {name: str(value) for name, value in more.items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout.split("\n")[:2] == ["2", "compiled here"]
+    assert toolkit.compilations == 4
+
+
+def test_a_pool_refuses_what_comes_after_its_own_end():
+    with Threads(1) as pool:
+        assert pool.submit(divmod, 7, 2).result() == (3, 1)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(divmod, 7, 2)
