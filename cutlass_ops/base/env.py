@@ -292,8 +292,8 @@ def remote_store() -> RemoteStore | None:
     # The paths of kernels are appended. "::" would have fsspec chain file systems.
     if not re.fullmatch(_URL, url) or "::" in url:
         raise ValueError(
-            f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, in ASCII without spaces, "
-            f"?, # and ::, not {reprlib.repr(url)}"
+            f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, its scheme in lower case, "
+            f"in ASCII without spaces, ?, # and ::, not {reprlib.repr(url)}"
         )
     scheme, _, path = url.partition("://")
     if scheme in ("file", "local") and not path.startswith("/"):

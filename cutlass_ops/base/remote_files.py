@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import difflib
 import importlib
 import logging
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from cutlass_ops.base import checked_json, forks
+from cutlass_ops.base import checked_json, env, forks
 from cutlass_ops.base.errors import StoreError
 
 T = TypeVar("T")
@@ -26,7 +27,11 @@ T = TypeVar("T")
 _PAUSE = 60.0  # seconds without requests after a failed one
 _LOCAL = ("file", "local")
 _READ_ONLY = ("http", "https")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "remote", "https": "remote"}
+_INSTEAD = (
+    f"set {env.REMOTE_STORE.name} to a folder such as s3://bucket/kernels, gs://bucket/kernels, "
+    "https://host/kernels or file:///mnt/kernels"
+)
 # What the libraries are told. Listings are never asked for.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"use_listings_cache": False},
@@ -42,6 +47,10 @@ _log = logging.getLogger("cutlass_ops")
 
 class Unreachable(Exception):
     """A request failed or took too long, or an earlier one did."""
+
+
+class _NotOpened(Exception):
+    """A URL does not say all that its file system needs, or a package is missing: the message says what to do."""
 
 
 class TooLarge(Exception):
@@ -226,7 +235,14 @@ class RemoteFiles:
             if self._opened is None:
                 core = importlib.import_module("fsspec.core")
                 options = _OPTIONS.get(self._protocol, {})
-                self._opened = core.url_to_fs(self._url, skip_instance_cache=True, **options)
+                try:
+                    self._opened = core.url_to_fs(self._url, skip_instance_cache=True, **options)
+                except ImportError as exc:
+                    raise _NotOpened(_missing(self._protocol, exc)) from exc
+                except (TypeError, ValueError, AttributeError, IsADirectoryError) as exc:
+                    # Such as that of a ZIP file in another file system, or one that takes names of servers apart.
+                    why = f"fsspec does not open {self._protocol}:// by a URL alone ({_said(exc)})"
+                    raise _NotOpened(f"{why}: {_INSTEAD}") from exc
             return self._opened
 
 
@@ -244,12 +260,19 @@ def _require_library(protocol: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as exc:
-        extra = _EXTRAS.get(protocol, "remote")
-        raise StoreError(
-            f'a remote store at {protocol}:// needs another package ({exc}): pip install "cutlass_ops[{extra}]"'
-        ) from None
-    except ValueError as exc:
-        raise StoreError(f"{protocol}:// is not a kind of URL that fsspec knows: {exc}") from None
+        raise StoreError(_missing(protocol, exc)) from None
+    except ValueError:
+        near = difflib.get_close_matches(protocol, [*_OPTIONS, *_READ_ONLY], 1)
+        meant = f". Did you mean {near[0]}://?" if near else ""
+        raise StoreError(f"{protocol}:// is not a kind of URL that fsspec knows: {_INSTEAD}{meant}") from None
+
+
+def _missing(protocol: str, exc: ImportError) -> str:
+    extra = _EXTRAS.get(protocol)
+    what = f"a remote store at {protocol}:// needs another package"
+    # We name no other packages: what fsspec says of them changes.
+    said = checked_json.printable(str(exc)).rstrip(".")
+    return f'{what} ({said}): pip install "cutlass_ops[{extra}]"' if extra else f"{what}: {said}. Or {_INSTEAD}"
 
 
 def _within(limit: float, do: Callable[[], T]) -> T:
@@ -313,4 +336,6 @@ async def _streamed(fs: Any, path: str, most: int) -> bytes:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, _NotOpened):
+        return str(error)
     return checked_json.printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -691,10 +691,56 @@ def test_a_missing_package_is_named(monkeypatch, keys, missing, url, extra):
         remote()
 
 
-def test_a_url_that_nobody_knows(monkeypatch, keys):
-    name_store(monkeypatch, "nowhere://a", keys[1])
-    with pytest.raises(StoreError, match="nowhere:// is not a kind of URL that fsspec knows"):
+@pytest.mark.parametrize(("scheme", "meant"), [("nowhere", "$"), ("htps", r"\. Did you mean https://\?$")])
+def test_a_url_that_nobody_knows(monkeypatch, keys, scheme, meant):
+    name_store(monkeypatch, f"{scheme}://a", keys[1])
+    why = f"{scheme}:// is not a kind of URL that fsspec knows: set CUTLASS_OPS_REMOTE_STORE to a folder such as s3://b"
+    with pytest.raises(StoreError, match=rf"^{why}.*file:///mnt/kernels{meant}"):
         remote()
+
+
+def test_a_scheme_is_in_lower_case(monkeypatch, keys):
+    name_store(monkeypatch, "S3://a", keys[1])
+    with pytest.raises(ValueError, match=r"its scheme in lower case, .*, not 'S3://a'"):
+        env.remote_store()
+
+
+def test_a_missing_package_that_is_none_of_ours_is_named_by_fsspec(monkeypatch, keys):
+    def refuse(_protocol):
+        raise ImportError("Install adlfs to access Azure")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", refuse)
+    name_store(monkeypatch, "az://a", keys[1])
+    why = r"^a remote store at az:// needs another package: Install adlfs to access Azure\. Or set CUTLASS_OPS_REMOTE_S"
+    with pytest.raises(StoreError, match=why):
+        remote()
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("zip://a/b", "fsspec does not open zip:// by a URL alone ("),
+        ("github://a/b", "fsspec does not open github:// by a URL alone (TypeError: "),
+        ("cached://a", "fsspec does not open cached:// by a URL alone (ValueError: "),
+        (
+            "memory://a",
+            "a remote store at memory:// needs another package: No module named 'some'. Or set CUTLASS_OPS_R",
+        ),
+    ],
+)
+def test_a_url_that_alone_opens_nothing_is_one_warning(monkeypatch, keys, caplog, url, why):
+    def refuse(*_, **__):
+        raise ImportError("No module named 'some'")
+
+    if url.startswith("memory"):
+        monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    monkeypatch.setattr(remote_files, "_PAUSE", 0.0)
+    name_store(monkeypatch, url, keys[1])
+    for _ in range(2):
+        assert not remote().reachable()
+    (warned,) = said(caplog)
+    assert f"{url} cannot be used: {why}" in warned
+    assert "set CUTLASS_OPS_REMOTE_STORE to a folder such as s3://bucket/kernels" in warned
 
 
 def test_names_and_passwords_are_not_shown(monkeypatch, keys, kit, local, server, publish):
