@@ -93,13 +93,17 @@ class Operand:
     def __post_init__(self) -> None:
         if type(self.alignment) is not int:
             plain_field(self, "alignment")
-        given = (self.dtype, self.major, self.alignment)
-        if self.dtype not in (*DECLARED, *INTEGERS) or self.major not in get_args(Major):
-            raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
+        if self.dtype not in (*DECLARED, *INTEGERS):
+            said = f"dtype must be an element type, not {reprlib.repr(self.dtype)}"
+            raise ConfigError(f"{said}: use Operand.of('bf16.row'), or the dtype of another operand")
+        if self.major not in get_args(Major):
+            raise ConfigError(f"major must be 'row' or 'col', not {reprlib.repr(self.major)}")
         if type(self.alignment) is not int or self.alignment < 1:
             raise ConfigError(f"alignment must be a positive number of elements, not {self.alignment!r}")
         if self.scaling is not None and not _is_block(self.scaling):
             raise ConfigError(f"scaling is None or the (rows, columns) of a block, not {self.scaling!r}")
+        if not isinstance(self.promoted, bool):
+            raise ConfigError(f"promoted must be True or False, not {reprlib.repr(self.promoted)}")
 
     @classmethod
     def of(cls, text: str | DType | Operand) -> Operand:
@@ -183,6 +187,26 @@ class HasGraph(Protocol):
         ...
 
 
+class _Types(tuple[Operand, ...]):
+    """Types of an epilogue's inputs or outputs, in their order.
+
+    They know of what they are, since dataclasses.replace passes them on, perhaps beside another epilogue.
+    """
+
+    kinds: Mapping[str, Kind]
+
+    @classmethod
+    def of(cls, named: Mapping[str, tuple[Kind, Operand]]) -> _Types:
+        found = cls(operand for _, operand in named.values())
+        found.kinds = {name: kind for name, (kind, _) in named.items()}
+        return found
+
+    def beside(self, usual: Mapping[str, tuple[Kind, Operand]]) -> dict[str, Operand]:
+        """Return the types by name, as far as they do not belong to another kind of a name."""
+        named = zip(self.kinds.items(), self, strict=True)
+        return {name: operand for (name, kind), operand in named if name not in usual or usual[name][0] is kind}
+
+
 @hashed_once
 @dataclass(frozen=True, init=False, repr=False)
 class KernelSpec:
@@ -228,6 +252,9 @@ class KernelSpec:
     ('sm_90a', ())
     >>> co.KernelSpec.from_json(spec.to_json()) == spec
     True
+    >>> import dataclasses
+    >>> str(dataclasses.replace(spec, d="f32.row").inputs[0])  # what is not named stays as it is
+    'bf16.row.align1'
     """
 
     a: Operand
@@ -485,15 +512,18 @@ def _like(d: Operand, element: DType) -> Operand:
     return Operand(element, d.major, element.tma_alignment if d.aligned else min(d.alignment, element.tma_alignment))
 
 
-def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
+def _types(what: str, given: object, usual: Typed) -> _Types:
     """Return the types of inputs or outputs: the given ones, and defaults for the others."""
     given = {} if given is None else given
+    copied = isinstance(given, _Types)
+    given = given.beside(usual) if isinstance(given, _Types) else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} must be a mapping from names to types such as 'bf16.row', not {reprlib.repr(given)}")
     unknown = [str(name) for name in given if name not in usual]
     if unknown:
         known = f"it has {', '.join(usual)}" if usual else "it has none"
         known += ", and d is a separate argument" if what == "outputs" else ""
+        known += f". Pass {what} to dataclasses.replace as well: {{}} means the usual types" if copied else ""
         raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
     found = {name: _operand(f"{what}[{name!r}]", text) for name, text in given.items()}
     for name, operand in found.items():
@@ -504,7 +534,8 @@ def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
         if operand.dtype != wanted and {operand.dtype, wanted} & set(INTEGERS):
             possible = wanted if wanted in INTEGERS else ", ".join(map(str, ALL))
             raise ValueError(f"{what}[{name!r}] is {operand.dtype}: use {possible}")
-    return tuple(_normal(kind, found[name]) if name in found else operand for name, (kind, operand) in usual.items())
+    given_ones = {name: (usual[name][0], _normal(usual[name][0], operand)) for name, operand in found.items()}
+    return _Types.of({**usual, **given_ones})
 
 
 _MATRICES = (Kind.TILE, Kind.PRODUCT)

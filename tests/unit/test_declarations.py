@@ -269,6 +269,44 @@ def test_declarations_are_keys_and_survive_copies():
     assert len(table) == 3
 
 
+@co.epilogue
+def scaled_bias(acc, bias: co.Row, factor: co.Scalar):
+    return {"d": acc * factor + bias, "total": co.e.sum(acc, dim=1)}
+
+
+@co.epilogue
+def of_a_tile(acc, bias: co.Tile):
+    return acc + bias
+
+
+def test_replace_keeps_what_it_does_not_name():
+    config = Sm90Config(ThreadblockShape(128, 128, 64))
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "epilogue": scaled_bias, "inputs": {"bias": "f32"}}
+    order = co.TileOrder("along_n")
+    spec = co.KernelSpec(**types, config=config, target="sm_90a", order=order)
+    assert replace(spec) == spec == replace(pickle.loads(pickle.dumps(spec)))
+    larger = replace(config, stages=3)
+    assert replace(spec, config=larger) == spec.with_config(larger, order=order)
+    other = replace(spec, d="f32.row", inputs={}, form="batched")
+    assert other == co.KernelSpec(
+        **types | {"d": "f32.row", "inputs": None}, config=config, order=order, form="batched"
+    )
+    assert other.order == order
+    # Of the same name, but another kind: the usual type.
+    plain = replace(spec, epilogue=of_a_tile, outputs={}, inputs=None)
+    assert [str(x) for x in plain.inputs] == ["bf16.row"]
+    bias = replace(plain, epilogue=co.gemm_bias.epilogue)
+    assert str(replace(bias, epilogue=of_a_tile).inputs[0]) == "bf16.row"
+    with pytest.raises(
+        ValueError, match=r"inputs names factor, .*: it has bias\. Pass inputs to dataclasses\.replace as"
+    ):
+        replace(spec, epilogue=of_a_tile)
+    with pytest.raises(TypeError, match="config must be an Sm90Config"):
+        replace(spec, config="SM90")
+    with pytest.raises(TypeError, match=r"inputs must be a mapping from names to types such as 'bf16\.row', not \("):
+        replace(spec, inputs=tuple(spec.inputs))
+
+
 def test_every_field_makes_another_kernel():
     base = spec(epilogue=saved)
     sm80 = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32))
@@ -650,11 +688,20 @@ def test_vectors_and_outputs_have_no_blocks():
 
 
 @pytest.mark.parametrize(
-    "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
+    ("field", "wrong", "said"),
+    [
+        ("dtype", "bf16", r"^dtype must be an element type, not 'bf16': use Operand\.of\('bf16\.row'\)"),
+        ("dtype", None, r"^dtype must be an element type, not None"),
+        ("major", "rows", "^major must be 'row' or 'col', not 'rows'$"),
+        ("alignment", "8", "^alignment must be a positive number of elements, not '8'$"),
+        ("alignment", 0, "^alignment must be a positive number of elements, not 0$"),
+        ("promoted", "promoted", "^promoted must be True or False, not 'promoted'$"),
+        ("promoted", None, "^promoted must be True or False, not None$"),
+    ],
 )
-def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
-    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment must be a positive number"):
-        Operand(*fields)
+def test_a_wrong_field_of_an_operand_is_named(field, wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        replace(Operand.of("bf16.row"), **{field: wrong})
 
 
 # ---- Operands ------------------------------------------------------------------------------------------------------
