@@ -190,8 +190,10 @@ class Fp8State(torch.nn.Module):
         self.recipe, self.dtype, self.margin, self.algorithm = name, dtype, float(margin), algorithm
         self.scaling = scaling
         if name == "TensorWise":
-            self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
-            self.register_buffer("history", torch.zeros(history, dtype=torch.float32, device=device))
+            # Both change in place, which those of inference mode do in inference mode alone.
+            with torch.inference_mode(False):
+                self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
+                self.register_buffer("history", torch.zeros(history, dtype=torch.float32, device=device))
 
     @property
     def scaling(self) -> Scaling:
@@ -224,7 +226,10 @@ class Fp8State(torch.nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If it is no such tensor, or the scaling is current.
+            If it is no such tensor, the scaling is current, or the state was copied under ``torch.inference_mode()``
+            and this is outside.
+        NotImplementedError
+            If it is one of the values over which ``torch.vmap`` goes.
 
         Examples
         --------
@@ -238,6 +243,7 @@ class Fp8State(torch.nn.Module):
         if self.scaling == "static" or not amax.numel():
             return
         require_same_device("amax", amax, self.history, "the state")
+        self._require_to_change("amax", amax)
         self.history[0].copy_(torch.maximum(self.history[0], _greatest(amax.detach())))
 
     @torch.no_grad()
@@ -249,7 +255,7 @@ class Fp8State(torch.nn.Module):
         Raises
         ------
         ValueError
-            If the scaling is current.
+            If the scaling is current, or the state was copied under ``torch.inference_mode()`` and this is outside.
 
         Examples
         --------
@@ -265,6 +271,7 @@ class Fp8State(torch.nn.Module):
         self._require_kept("step")
         if self.scaling == "static":
             return
+        self._require_to_change()
         known = self.history.amax() if self.algorithm == "max" else self.history[0]
         self.scale.copy_(torch.where(known > 0, scale_of(known, self.dtype, self.margin), self.scale))
         self.history.copy_(self.history.roll(1))
@@ -290,7 +297,9 @@ class Fp8State(torch.nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If an argument does not fit, or x requires grad.
+            If an argument does not fit, or x requires grad; with delayed scaling also as :meth:`record`.
+        NotImplementedError
+            With delayed scaling, if ``torch.vmap`` goes over x or `amax`.
 
         Examples
         --------
@@ -323,12 +332,15 @@ class Fp8State(torch.nn.Module):
         return Quantized(divided(x, scale.unsqueeze(-1), self.dtype), scale)
 
     def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantized:
+        name = "x" if amax is None else "amax"
         if amax is None and self.scaling != "static":
             amax = _greatest(x)
         if amax is not None and self.scaling == "current":
             scale = scale_of(_greatest(amax), self.dtype, self.margin)
             return Quantized(divided(x, scale, self.dtype), scale)
         require_same_device("x", x, self.scale, "the state")
+        if amax is not None:
+            self._require_to_change(name, amax)
         found = Quantized(divided(x, self.scale, self.dtype), self.scale)
         if amax is not None:
             self.record(amax)
@@ -342,9 +354,26 @@ class Fp8State(torch.nn.Module):
         if self.scaling == "current":
             raise ValueError(f"{what} belongs to delayed scaling, and this scaling is current, which keeps nothing")
 
+    def _require_to_change(self, name: str = "", value: Tensor | None = None) -> None:
+        """Require that scale and history may change in place, also by a value of that name."""
+        if torch.compiler.is_compiling():
+            return  # neither question can be compiled, and PyTorch refuses what it cannot do
+        if self.history.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                "the state's scale and history come from torch.inference_mode(), and PyTorch changes them in that mode "
+                "alone: call record, step and quantize there, or copy the state outside, by copy.deepcopy(state)"
+            )
+        if value is not None and watching.is_batched(value) and not watching.is_batched(self.history):
+            raise NotImplementedError(
+                f"torch.vmap goes over {name}, and a state with delayed scaling keeps one history of all: return "
+                "greatest absolute values from the function and record them outside, or use scaling='current', which "
+                "has a scale for each"
+            )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8State:
         def moved(x: Tensor) -> Tensor:
-            found = fn(x)
+            with torch.inference_mode(False):
+                found = fn(x)
             # A scale in 16 bits would be another one.
             return found if found.dtype == x.dtype else x.to(found.device)
 

@@ -274,6 +274,46 @@ def test_inference_mode_and_no_grad():
     assert not state.history.requires_grad
 
 
+def test_a_state_of_inference_mode_goes_on_outside():
+    with torch.inference_mode():
+        state = co.Fp8State()
+        moved = co.Fp8State().to("meta")
+        state.record(torch.tensor(224.0))
+        copied = copy.deepcopy(state)
+    assert not moved.history.is_inference()
+    state.record(torch.tensor(896.0))
+    state.step()
+    assert (state.scale.item(), state.quantize(torch.ones(2, 2)).scale is state.scale) == (2.0, True)
+    # What PyTorch copied there, it changes nowhere else.
+    loaded = co.Fp8State()
+    loaded.load_state_dict(copied.state_dict(), assign=True)
+    for other in (copied, loaded):
+        before = other.history.clone()
+        for call in (lambda x=other: x.record(torch.ones(1)), other.step, lambda x=other: x.quantize(torch.ones(2, 2))):
+            with pytest.raises(ValueError, match=r"come from torch\.inference_mode\(\).* by copy\.deepcopy\(state\)"):
+                call()
+        assert torch.equal(other.history, before)
+    copy.deepcopy(copied).record(torch.ones(1))
+
+
+def test_vmap_is_refused_where_a_state_would_change():
+    state, x = co.Fp8State(), torch.linspace(-3, 3, 24).reshape(2, 3, 4)
+    amax = x.abs().amax((1, 2))
+    for name, call, given in (
+        ("amax", lambda amax: state.record(amax), (amax,)),
+        ("x", lambda x: tuple(state.quantize(x)), (x,)),
+        ("amax", lambda x, amax: tuple(state.quantize(x, amax)), (x, amax)),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"^torch\.vmap goes over {name}, and .* use scaling='current'"):
+            torch.vmap(call)(*given)
+    assert not state.history.any()
+    scales = torch.vmap(lambda x: co.Fp8State(scaling="current").quantize(x).scale)(x)
+    assert torch.equal(scales, fp8.scale_of(amax, E4M3))
+    # One greatest value of all is recorded, as it is outside.
+    torch.vmap(lambda x: state.quantize(x, torch.tensor(3.0)).scale)(x)
+    assert state.history[0] == 3
+
+
 STATE, CURRENT = co.Fp8State(), co.Fp8State(scaling="current")
 ERRORS = {
     "dtype": (lambda: co.Fp8State(dtype=BF16), TypeError, r"^dtype is torch.bfloat16: use torch.float8_e4m3fn or"),
