@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,8 +28,8 @@ def _predicted(row):
     m, n, k = row["block"]
     a, b = f"{row['dtype']}.row{tight}", f"{row['dtype']}.{row['b']}{tight}"
     return co.contract(
-        a, b, **SIZES, arch=row["arch"], precision=row["precision"], block_m=m, block_n=n, block_k=k,
-        num_warps=row["warps"], num_stages=row["stages"],
+        a, b, **SIZES, arch=row["arch"], precision=row["precision"] if row["dtype"] == "f32" else None,
+        block_m=m, block_n=n, block_k=k, num_warps=row["warps"], num_stages=row["stages"],
     )  # fmt: skip
 
 
@@ -262,6 +263,25 @@ def test_fp32_tensors_are_multiplied_as_pytorch_is_told_to(setting, family):
         ({"a": "f16", "b": "f16", **SIZES, "block_m": 64}, "give block_m, block_n and block_k together"),
         ({"a": "f16", "b": "f16", **SIZES, **TRITON, "block_m": 96}, "block_m is 96: Triton needs a power of two"),
         ({"a": "f16", "b": "f16", **SIZES, **TRITON, "num_stages": 0}, "num_stages is 0"),
+        (
+            {"a": "f16", "b": "f16", **SIZES, **TRITON, "num_warps": 64},
+            "num_warps is 64: a thread block has at most 32",
+        ),
+        ({"a": "f16", "b": "f16", **SIZES, "num_warps": 8}, "num_warps has no effect without block_m, block_n and bl"),
+        (
+            {"a": "f16", "b": "f16", **SIZES, "num_warps": 4, "num_stages": 3, "program": "wmma"},
+            "num_warps and num_stages have no effect without block_m, block_n and block_k: they are of a Triton kernel",
+        ),
+        (
+            {"a": "f16", "b": "f16", **SIZES, **TRITON, "program": "library"},
+            "block_m, block_n and block_k and the program library exclude each other: only Triton",
+        ),
+        ({"a": "f32", "b": "f16", **SIZES, "precision": "tf32"}, "precision 'tf32' has no effect on 'f16': leave"),
+        ({"a": "tf32", "b": "tf32", **SIZES, "precision": "ieee"}, "precision 'ieee' contradicts 'tf32'"),
+        (
+            {"a": torch.ones(2, 2), "b": torch.ones(2, 2).half(), "precision": "tf32"},
+            "precision 'tf32' has no effect on b of torch.float16: leave it out, or make A and B f32",
+        ),
         ({"a": torch.ones(2, 2), "b": "f16"}, "must both be tensors"),
         ({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "a's columns must be b's rows"),
         ({"a": torch.ones(2, 2), "b": torch.ones(2, 2), "m": 2}, "are the tensors' own"),
@@ -273,6 +293,12 @@ def test_wrong_arguments(arguments, says):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         co.contract(**arguments)
     assert says in str(caught.value)
+
+
+def test_constants_of_triton_have_its_defaults():
+    given = {"a": "f16", "b": "f16", **SIZES, "arch": "sm_90", **TRITON}
+    assert co.contract(**given) == co.contract(**given, num_warps=np.int64(4), num_stages=3)
+    assert co.contract(**given) != co.contract(**given, num_warps=2)
 
 
 @pytest.mark.parametrize("name", ["sm_90a", "9.0", "90", "H200", "sm_100f"])

@@ -21,7 +21,6 @@ from cutlass_ops.tools.cli.options import (
     dtypes_of,
     later,
     readable,
-    refuse_given,
     require_dtype,
     require_time,
     spreads_of,
@@ -192,26 +191,25 @@ def contract(
             help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
         ),
     ] = None,
-    num_warps: Annotated[int, typer.Option(min=1, max=32, help="num_warps of a Triton kernel.")] = 4,
-    num_stages: Annotated[int, typer.Option(min=1, max=64, help="num_stages of a Triton kernel.")] = 3,
+    num_warps: Annotated[
+        int | None, typer.Option(min=1, max=32, help="num_warps of a Triton kernel. Default: 4.")
+    ] = None,
+    num_stages: Annotated[
+        int | None, typer.Option(min=1, max=64, help="num_stages of a Triton kernel. Default: 3.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
 
     Exit code 1 if a condition of the fastest instruction is broken.
     """
-    if block is None:
-        if program == "triton":
-            raise typer.BadParameter("--program triton needs --block, such as --block 128x128x64")
-        refuse_given(context, ("num_warps", "num_stages"), "without --block: they are of a Triton kernel, as its tile")
-    elif program not in (None, "triton"):
-        raise typer.BadParameter(
-            f"--block and --program {program} exclude each other: only Triton's choice depends on it"
-        )
-    else:
-        from cutlass_ops.tools.contract.triton import Tile
+    from cutlass_ops.tools.contract import triton
 
-        readable(lambda text: Tile(*spelling.tile_of(text), num_warps, num_stages))(block)
+    if block is None and program == "triton":
+        raise typer.BadParameter("--program triton needs --block, such as --block 128x128x64")
+    given = {"--num-warps": num_warps, "--num-stages": num_stages}
+    readable(lambda is_given: triton.require_effect("--block", is_given, program, given))(block is not None)
+    readable(lambda text: triton.Tile.of(spelling.tile_of(text), num_warps, num_stages))(block)
     if precision is not None:
         from cutlass_ops.tools.contract.given import require_effect
 

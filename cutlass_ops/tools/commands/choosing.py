@@ -140,8 +140,8 @@ def contract(
     program: str | None,
     precision: str | None,
     block: tuple[int, int, int] | None,
-    num_warps: int,
-    num_stages: int,
+    num_warps: int | None,
+    num_stages: int | None,
     as_json: bool,
 ) -> int:
     """Print what problems will run on; 1 if one breaks a condition."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,12 +118,17 @@ def require_text(text: str) -> None:
 
 def require_effect(precision: str, a: str, b: str) -> None:
     """Require operands for which a precision makes a difference; a ValueError says what to do."""
-    for text in (a, b):
-        if from_text(text, "row", 1, 1, 1, first=True).dtype != "f32":
-            raise ValueError(f"precision {precision!r} has no effect on {text!r}: leave it out, or make A and B f32")
+    require_fp32(precision, {repr(text): from_text(text, "row", 1, 1, 1, first=True).dtype for text in (a, b)})
     named = precision_of(a)
     if named not in ("ieee", precision):
         raise ValueError(f"precision {precision!r} contradicts {a!r}: leave it out, or write f32 instead of {named}")
+
+
+def require_fp32(precision: str, operands: Mapping[str, str]) -> None:
+    """Require operands of FP32, given by what messages call them and type; a ValueError says what to do."""
+    for name, dtype in operands.items():
+        if dtype != "f32":
+            raise ValueError(f"precision {precision!r} has no effect on {name}: leave it out, or make A and B f32")
 
 
 def precision_of(text: str) -> str:

@@ -14,7 +14,15 @@ from cutlass_ops.declare.chips import CHIPS, Chip
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.tools.contract import library, triton
-from cutlass_ops.tools.contract.given import PRECISIONS, Asked, from_tensor, from_text, precision_of
+from cutlass_ops.tools.contract.given import (
+    PRECISIONS,
+    Asked,
+    from_tensor,
+    from_text,
+    precision_of,
+    require_effect,
+    require_fp32,
+)
 from cutlass_ops.tools.contract.result import CUDA_CORES, NOTHING, Contract, Ruling
 
 PROGRAMS = ("library", "triton", "wmma")
@@ -33,8 +41,8 @@ def contract(
     block_m: int | None = None,
     block_n: int | None = None,
     block_k: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
 ) -> Contract:
     """Predict which instruction multiplies two matrices, and what to change for a faster one.
 
@@ -57,7 +65,7 @@ def contract(
         What becomes of FP32: ``"ieee"``, ``"tf32"``, or ``"tf32x3"`` for three products of TF32. Default: for tensors
         what ``torch.get_float32_matmul_precision()`` says, else ieee.
     block_m, block_n, block_k, num_warps, num_stages : int, optional
-        The constants of a Triton kernel.
+        The constants of a Triton kernel: its tile, and by default 4 warps and 3 stages.
 
     Returns
     -------
@@ -67,7 +75,7 @@ def contract(
     Raises
     ------
     ValueError
-        If an argument is missing, unknown or does not fit another one. The message says what to give.
+        If an argument is missing, unknown, does not fit another one, or has no effect. The message says what to give.
 
     Examples
     --------
@@ -90,8 +98,11 @@ def contract(
     asked = _asked(a, b, m, n, k, precision)
     architecture, chip = where(arch)
     tile = _tile(block_m, block_n, block_k, num_warps, num_stages)
+    if program is not None:
+        require_program(program)
+    given = {"num_warps": num_warps, "num_stages": num_stages}
+    triton.require_effect("block_m, block_n and block_k", tile is not None, program, given)
     program = program or ("library" if tile is None else "triton")
-    require_program(program)
     if program == "triton":
         if tile is None:
             raise ValueError("block_m, block_n and block_k are missing: Triton's choice depends on them")
@@ -124,6 +135,10 @@ def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precisio
         first, second = from_tensor("a", a), from_tensor("b", b)
         if a.shape[1] != b.shape[0]:
             raise ValueError(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: a's columns must be b's rows")
+        if precision is not None:
+            require_fp32(
+                precision, {f"{name} of {x.dtype}": g.dtype for name, x, g in (("a", a, first), ("b", b, second))}
+            )
         allowed = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
         return Asked(first, second, a.shape[0], b.shape[1], a.shape[1], precision or allowed)
     if m is None or n is None or k is None:
@@ -131,6 +146,8 @@ def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precisio
     problem = Problem.of((m, n, k))
     first = from_text(a, "row", *problem.extents, first=True)
     second = from_text(b, "col", *problem.extents, first=False)
+    if precision is not None:
+        require_effect(precision, a, b)
     return Asked(first, second, *problem.extents, precision or precision_of(a))
 
 
@@ -155,12 +172,12 @@ def where(name: str | None) -> tuple[Architecture, Chip | None]:
     return architecture, chip
 
 
-def _tile(m: int | None, n: int | None, k: int | None, warps: int, stages: int) -> triton.Tile | None:
+def _tile(m: int | None, n: int | None, k: int | None, warps: int | None, stages: int | None) -> triton.Tile | None:
     if (m, n, k) == (None, None, None):
         return None
     if m is None or n is None or k is None:
         raise ValueError("give block_m, block_n and block_k together: Triton's choice depends on all three")
-    return triton.Tile(m, n, k, warps, stages)
+    return triton.Tile.of((m, n, k), warps, stages)
 
 
 def _contract(program: str, asked: Asked, architecture: Architecture, chip: Chip | None, ruling: Ruling) -> Contract:

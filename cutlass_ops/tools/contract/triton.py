@@ -6,12 +6,13 @@ architecture and compares. Before sm_80, Triton multiplies on the CUDA cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.tensor_cores import BITS, MMA_SYNC, TCGEN05, WGMMA, Architecture, Instruction, instructions
 from cutlass_ops.base.units import counted
+from cutlass_ops.base.whole import plain
 from cutlass_ops.tools.contract import library
 from cutlass_ops.tools.contract.given import Asked
 from cutlass_ops.tools.contract.result import Condition, Ruling
@@ -24,6 +25,7 @@ _MIN_M, _MIN_N = 64, 16
 # Warps that share an instruction: any multiple of a warpgroup's four for wgmma, these for tensor memory.
 _WARPGROUP = arch.WARPGROUP // arch.WARP
 _TCGEN05_WARPS = (4, 8)
+_MOST_WARPS = 32  # 1024 threads
 # Registers of a thread for accumulators, as for our own kernels (rule "accumulators" of docs/legality.md).
 _ACCUMULATORS = 208
 _NO_LAUNCH = "does not launch"
@@ -33,7 +35,7 @@ _TENSOR_MEMORY = 128 * 512
 
 _TOO_OLD = Condition(
     "architecture", False, "before sm_80, Triton multiplies on the CUDA cores", "use torch.mm or WMMA there",
-    {"program": "library"},
+    {"program": "library", **dict.fromkeys(("block_m", "block_n", "block_k", "num_warps", "num_stages"))},
 )  # fmt: skip
 
 
@@ -60,8 +62,45 @@ class Tile:
         for name, value in named.items():
             if type(value) is not int or value < 1 or value & (value - 1):
                 raise ValueError(f"{name} is {value!r}: Triton needs a power of two")
+        if self.warps > _MOST_WARPS:
+            raise ValueError(f"num_warps is {self.warps}: a thread block has at most {_MOST_WARPS}")
         if type(self.stages) is not int or self.stages < 1:
             raise ValueError(f"num_stages is {self.stages!r}: use at least 1")
+
+    @classmethod
+    def of(cls, extents: tuple[int, int, int], warps: int | None, stages: int | None) -> Tile:
+        """Return a tile, with Triton's defaults for None."""
+        others = {"warps": warps, "stages": stages}
+        return cls(*map(plain, extents), **{name: plain(x) for name, x in others.items() if x is not None})
+
+
+def require_effect(tile: str, given: bool, program: str | None, others: Mapping[str, int | None]) -> None:
+    """Require that constants of a Triton kernel have an effect.
+
+    Parameters
+    ----------
+    tile : str
+        What the caller calls BLOCK_M, BLOCK_N and BLOCK_K.
+    given : bool
+        Whether they are given.
+    program : str, optional
+        Whose rules.
+    others : mapping of str to int or None
+        The other constants, by what the caller calls them; None for one that is not given.
+
+    Raises
+    ------
+    ValueError
+        If they have none. The message says which.
+    """
+    if given and program not in (None, "triton"):
+        raise ValueError(f"{tile} and the program {program} exclude each other: only Triton's choice depends on them")
+    named = [name for name, value in others.items() if value is not None]
+    if named and not given:
+        has = "has" if len(named) == 1 else "have"
+        raise ValueError(
+            f"{' and '.join(named)} {has} no effect without {tile}: they are of a Triton kernel, as its tile"
+        )
 
 
 def ruling(asked: Asked, tile: Tile, architecture: Architecture) -> Ruling:

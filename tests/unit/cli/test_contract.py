@@ -59,7 +59,7 @@ def test_a_wrong_tile_is_wrong_usage(kit, run, options, says):
     [
         ("--num-warps 8", "--num-warps has no effect without --block"),
         ("--num-warps 4 --num-stages 2", "--num-warps and --num-stages have no effect without --block"),
-        ("--block 64x64x64 --program wmma", "--block and --program wmma exclude each other"),
+        ("--block 64x64x64 --program wmma", "--block and the program wmma exclude each other"),
         ("--precision tf32", "precision 'tf32' has no effect on 'bf16.row'"),
         ("--precision tf32 --a f32 --b f16", "precision 'tf32' has no effect on 'f16'"),
         ("--precision ieee --a tf32 --b tf32", "precision 'ieee' contradicts 'tf32'"),
