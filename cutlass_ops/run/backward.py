@@ -27,7 +27,7 @@ from cutlass_ops.epilogue.saving import Saving, saving
 from cutlass_ops.run import batches, reference, sizes, watching
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.sizes import surely
-from cutlass_ops.run.tensors import require_tensor
+from cutlass_ops.run.tensors import overlap, require_tensor
 
 Values = dict[str, Any]
 
@@ -207,20 +207,55 @@ def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
         return None
     require_tensor(f"main_grad of {name}", found)
     whole = sizes.lies_as(matrix, parameter)
-    turned = parameter.ndim > 1 and sizes.lies_as(matrix, parameter.mT)
-    if not (whole or turned) or found.shape != parameter.shape or not found.is_contiguous():
+    if not whole and not (parameter.ndim > 1 and sizes.lies_as(matrix, parameter.mT)):
         raise ValueError(
-            f"{name} has shape {tuple(matrix.shape)}, its parameter {tuple(parameter.shape)}, and main_grad "
-            f"{tuple(found.shape)}: pass the parameter or its transpose, and a contiguous main_grad of its shape"
+            f"{name} has shape {tuple(matrix.shape)} and strides {matrix.stride()}, a view of its parameter "
+            f"{tuple(parameter.shape)} that is neither the whole nor its transpose, and the parameter has a main_grad: "
+            "pass the parameter or its transpose, or remove main_grad"
         )
-    if found.dtype not in (torch.float32, torch.bfloat16, parameter.dtype) or found.device != parameter.device:
-        raise TypeError(
-            f"main_grad of {name} is {found.dtype} on {found.device}: make it torch.float32 or torch.bfloat16 on "
-            f"{parameter.device}"
-        )
+    _require_to_add(name, found, parameter)
     of_parameter: Tensor = found
     # What is multiplied may be a copy of the parameter that torch.autocast asks for.
     return MainGrad(getattr(parameter, "main_grad_of", parameter), of_parameter if whole else of_parameter.mT)
+
+
+def _require_to_add(name: str, total: Tensor, parameter: Tensor) -> None:
+    """Require a main_grad that a kernel can add a parameter's gradient to."""
+    shape, device = tuple(parameter.shape), parameter.device
+    wide = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+
+    def new() -> str:
+        where = "" if device.type == "cpu" else f", device={str(device)!r}"
+        return f"torch.zeros({shape}, dtype={wide}{where})"
+
+    if total.shape != parameter.shape:
+        is_flat = total.ndim == 1 and total.numel() == parameter.numel()
+        instead = f"main_grad.view({shape})" if is_flat else new()
+        raise ValueError(
+            f"main_grad of {name} has shape {tuple(total.shape)}, and its parameter {shape}: make it {instead}"
+        )
+    if not total.is_contiguous():
+        raise ValueError(
+            f"main_grad of {name} has shape {shape} and strides {total.stride()}, and kernels add to contiguous memory"
+            f": make it {new()}, or a piece of a buffer, buffer[begin:end].view({shape})"
+        )
+    allowed = (wide,) if wide is torch.float64 else (wide, torch.bfloat16, parameter.dtype)
+    if total.dtype not in allowed or total.device != device:
+        types = " or ".join(dict.fromkeys(map(str, allowed)))
+        raise TypeError(f"main_grad of {name} is {total.dtype} on {total.device}: make it {types} on {device}")
+    if total.is_neg():
+        raise ValueError(f"main_grad of {name} is a lazy negation: make it main_grad.resolve_neg()")
+    if total.is_inference():
+        raise ValueError(
+            f"main_grad of {name} comes from torch.inference_mode(), outside of which PyTorch changes it no more: make "
+            "it main_grad.clone()"
+        )
+    # Of a copy that torch.autocast asks for, the parameter itself.
+    original = getattr(parameter, "main_grad_of", parameter)
+    if all(map(watching.has_values, (total, original))) and overlap(total, original):
+        raise ValueError(
+            f"main_grad of {name} shares memory with its parameter, which the gradient would change: make it {new()}"
+        )
 
 
 def added(into: Mapping[str, MainGrad | None]) -> dict[str, Tensor]:

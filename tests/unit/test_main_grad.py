@@ -146,17 +146,80 @@ def test_a_view_that_was_made_without_gradients_is_an_operand():
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward..  with create_graph")  # PyTorch's own
-def test_a_main_grad_that_does_not_fit_is_refused():
+with torch.inference_mode():
+    OF_INFERENCE = torch.zeros(6, 8)
+NEW = r"make it torch\.zeros\(\(6, 8\), dtype=torch\.float32\)"
+CONTIGUOUS = rf"kernels add to contiguous memory: {NEW}, or a piece of a buffer, buffer\[begin:end\]\.view\(\(6, 8"
+UNFIT = {
+    "turned": (torch.zeros(8, 6), rf"has shape \(8, 6\), and its parameter \(6, 8\): {NEW}$"),
+    "larger": (torch.zeros(6, 9), rf"has shape \(6, 9\), and its parameter \(6, 8\): {NEW}$"),
+    "flat": (torch.zeros(48), r"has shape \(48,\), and its parameter \(6, 8\): make it main_grad\.view\(\(6, 8\)\)$"),
+    "turned strides": (torch.zeros(8, 6).t(), rf"has shape \(6, 8\) and strides \(1, 6\), and {CONTIGUOUS}"),
+    "columns": (torch.zeros(6, 16)[:, :8], rf"has shape \(6, 8\) and strides \(16, 1\), and {CONTIGUOUS}"),
+    "every second row": (torch.zeros(12, 8)[::2], rf".* strides \(16, 1\), and {CONTIGUOUS}"),
+    "repeated": (torch.zeros(1, 8).expand(6, 8), rf".* strides \(0, 1\), and {CONTIGUOUS}"),
+    "FP64": (
+        torch.zeros(6, 8, dtype=F64),
+        r"is torch\.float64 on cpu: make it torch\.float32 or torch\.bfloat16 on cpu$",
+    ),
+    "elsewhere": (torch.zeros(6, 8, device="meta"), r"is torch\.float32 on meta: make it .* on cpu$"),
+    "no tensor": ("nothing", r"must be a torch\.Tensor, not str"),
+    "negated": (torch.zeros(6, 8)._neg_view(), r"is a lazy negation: make it main_grad\.resolve_neg\(\)"),
+    "of inference": (OF_INFERENCE, r"comes from torch\.inference_mode\(\), .*: make it main_grad\.clone\(\)"),
+    "the parameter": (
+        lambda w: w.detach(),
+        rf"shares memory with its parameter, which the gradient would change: {NEW}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), UNFIT.values(), ids=UNFIT)
+def test_a_main_grad_that_nothing_is_added_to_says_why_and_what_it_could_be(given, message):
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
-    for wrong, message in (
-        (torch.zeros(8, 6), r"b has shape \(8, 6\), its parameter \(6, 8\), and main_grad \(8, 6\): pass the param"),
-        (torch.zeros(6, 8, dtype=F64), r"main_grad of b is torch\.float64 on cpu: make it torch\.float32"),
-        ("nothing", "main_grad of b"),
+    w.main_grad = given(w) if callable(given) else given
+    with pytest.raises((ValueError, TypeError), match=f"^main_grad of b {message}"):
+        co.gemm(x, w.t())
+    with torch.no_grad():
+        assert co.gemm(x, w.t()).sum() == 192
+    module = co.nn.MLP(6, 8, dtype=BF16)
+    with torch.no_grad():
+        module.fc2.weight.copy_(w)
+    module.fc2.weight.main_grad = given(module.fc2.weight) if callable(given) else given
+    with pytest.raises((ValueError, TypeError), match=f"^main_grad of b2 {message}"):
+        module(torch.ones(4, 6, dtype=BF16))
+
+
+@pytest.mark.parametrize("view", [lambda w: w[:4].t(), lambda w: w[:, :4].t(), lambda w: w.view(3, 16).t()])
+def test_another_view_of_a_parameter_with_a_main_grad_is_refused(view):
+    w = torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
+    b = view(w)
+    x = torch.ones(4, b.shape[0], dtype=BF16)
+    assert co.gemm(x, b).requires_grad
+    w.main_grad = torch.zeros(6, 8)
+    why = (
+        r"a view of its parameter \(6, 8\) that is neither the whole nor its transpose, and the parameter has a main_gr"
+    )
+    with pytest.raises(ValueError, match=rf"^b has shape .* and strides .*, {why}.*pass the .*, or remove main_grad$"):
+        co.gemm(x, b)
+
+
+def test_a_main_grad_of_fp64_or_of_what_autocast_casts():
+    w = torch.nn.Parameter(torch.ones(6, 8, dtype=F64))
+    w.main_grad = torch.zeros(6, 8)
+    with pytest.raises(TypeError, match=r"^main_grad of b is torch\.float32 on cpu: make it torch\.float64 on cpu$"):
+        co.gemm(torch.ones(4, 8, dtype=F64), w.t())
+    w = torch.nn.Parameter(torch.ones(6, 8))
+    w.main_grad = w.detach()
+    with (
+        torch.autocast("cpu", BF16),
+        pytest.raises(ValueError, match=r"^main_grad of b shares memory with its parameter"),
     ):
-        w.main_grad = wrong
-        with pytest.raises((ValueError, TypeError), match=message):
-            co.gemm(x, w.t())
+        co.gemm(torch.ones(4, 8), w.t())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward..  with create_graph")  # PyTorch's own
+def test_a_main_grad_has_no_second_derivative():
+    x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
     w.main_grad = torch.zeros(6, 8)
     with pytest.raises(NotImplementedError, match="create_graph=True, and the parameter of b has a main_grad"):
         co.gemm(x, w.t()).sum().backward(create_graph=True)
