@@ -135,6 +135,21 @@ class Forward(NamedTuple):
         except ConfigError as error:
             raise NotImplementedError(f"{self.called!r} has no gradient: {error}") from None
 
+    def vjp_asked(
+        self, wrt: frozenset[str], tensors: Mapping[str, Tensor], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+    ) -> Vjp:
+        """Return the expression of the gradients that the backward that runs is asked for.
+
+        It is without those of inputs if none of them is asked for and nothing else is to be computed, as behind a bias.
+        Otherwise it is whole: of a part, the kernel would be another one, which nobody may have compiled.
+        """
+        inputs = wrt.difference(self.called.graph.products)
+        if inputs and not any(is_asked(tensors[name]) for name in inputs):
+            alone = self.vjp(wrt - inputs, of, kept)
+            if not alone.again and not alone.found:
+                return alone
+        return self.vjp(wrt, of, kept)
+
     def spent(self, kept: Mapping[str, Tensor]) -> frozenset[int]:
         """Return the addresses of what is kept for a backward that runs now, and for nothing else.
 

@@ -196,13 +196,12 @@ class _Chained(torch.autograd.Function):
             grad = grad.contiguous()
             needs_a, needs_b1, needs_b2 = asked[:3]
             after = Step(pair.second.called, between, b2, second)
-            # All or none: of some, the kernel would be another one, which nobody may have compiled.
-            wrt2 = pair.wrt2 if any(asked[3 + count :]) else frozenset()
-            leaves = after.gradients(pair.second.vjp(wrt2, {"d": grad}, {}), {"d": grad}, {})
+            passed = pair.second.vjp_asked(pair.wrt2, second, {"d": grad}, {})
+            leaves = after.gradients(passed, {"d": grad}, {})
             of_d = leaves[ACC]
             # What only the second op's gradients read, D of the first, is let go before the first one's are there.
             of_b2 = {"b": into["b2"]} if "b2" in into else {}
-            _, *of_second = after.of_operands(leaves, second, wrt2, of_b2, a=False, b=needs_b2)
+            _, *of_second = after.of_operands(leaves, second, pair.wrt2, of_b2, a=False, b=needs_b2)
             del after, between, leaves
             if not asks_first:
                 return None, None, None, None, of_second[0], *[None] * count, *of_second[1:]

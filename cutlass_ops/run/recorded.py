@@ -136,7 +136,8 @@ class _Recorded(torch.autograd.Function):
         of = {o.name: g.contiguous() for o, g in zip(graph.outputs, grads, strict=True) if g is not None}
         if not of:
             return (None,) * (3 + count)
-        found = ctx.forward.vjp(ctx.wrt, of, kept)
+        named = dict(zip(call.names, tensors, strict=True))
+        found = ctx.forward.vjp_asked(ctx.wrt, named, of, kept)
         with casting.without_autocast(a.device):
             of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
             step = of_call(call.called, a, b, call.values(tensors))
@@ -146,7 +147,6 @@ class _Recorded(torch.autograd.Function):
             of.clear()
             kept.clear()
             step.spent = ()  # another tensor may lie at their addresses from here on
-            named = dict(zip(call.names, tensors, strict=True))
             needs_a, needs_b = ctx.needs_input_grad[1:3]
             return None, *step.of_operands(leaves, named, ctx.wrt, into, a=needs_a, b=needs_b)
 

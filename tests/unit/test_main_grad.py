@@ -115,6 +115,25 @@ def test_a_weight_s_gradient_is_computed_where_it_is_asked_for():
         assert len(calls_of(lambda of=d, wrt=asked: torch.autograd.grad(of, wrt))) == products
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1), (2,), (0, 2), (3,)])
+@pytest.mark.parametrize("batches", [(), (2,)])
+def test_columns_are_added_up_where_an_input_s_gradient_is_asked_for(batches, asked, again, monkeypatch):
+    shapes = (*batches, 7, 8), (*batches, 8, 16), (16,), (*batches, 7, 16)
+    given = [torch.randn(s).to(BF16).requires_grad_() for s in shapes]
+    every = torch.autograd.grad(co.gemm_bias_residual(*given).float().sum(), given)
+    sums = []
+    monkeypatch.setattr(
+        backward, "sum_of_rows", lambda x, dtype, of=backward.sum_of_rows: sums.append(x) or of(x, dtype)
+    )
+    d = co.gemm_bias_residual(*given).float().sum()
+    found = torch.autograd.grad(d, [given[at] for at in asked], create_graph=again)
+    for x, at in zip(found, asked, strict=True):
+        torch.testing.assert_close(x, every[at], rtol=0, atol=0)
+    # Of inputs, all gradients or none: see Forward.vjp_asked.
+    assert bool(sums) == bool({2, 3}.intersection(asked))
+
+
 @pytest.mark.parametrize("shape", ["whole", "in a buffer", "of longer lines"])
 def test_a_parameter_that_autocast_casts_has_its_main_grad(shape):
     data = {
