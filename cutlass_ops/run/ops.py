@@ -237,6 +237,7 @@ class Op(Warm):
         one's.
         """
         if call.why_apart is not None:
+            call.check_layouts()
             return [(self, part) for part in itertools.islice(call.parts(), 1)]
         found: list[tuple[Op, Call]] = []
 
@@ -332,6 +333,7 @@ class Op(Warm):
         """Run a call with batches as calls of what kernels know: one GEMM each, or fewer dimensions of batches."""
         apart = call.why_apart
         if apart is not None:
+            call.check_layouts()  # before some batches are computed, of all of them
             _log.info("%s: %s", self.name, apart)
         for part in call.parts() if apart is not None else (call,):
             of_part = part.arguments

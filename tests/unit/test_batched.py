@@ -355,6 +355,21 @@ def test_batches_apart_are_a_launch_each(device):
         co.prepare_launch(op, a, b)
 
 
+def test_batches_apart_are_refused_as_a_whole_before_one_is_computed(device):
+    op = ops.graph_op("apart", summed.graph)
+    a = torch.zeros(2 * 48 * 64 + 8, dtype=E4M3).as_strided(
+        (2, 48, 64), (48 * 64 + 8, 64, 1)
+    )  # the second is misaligned
+    b, out = torch.zeros(32, 64, dtype=E4M3).t()[None], torch.full((2, 48, 32), 7.0).bfloat16()
+    for call in (lambda: op(a, b, out=out), lambda: op.warm_up(a, b)):
+        with pytest.raises(
+            ValueError, match=r"with strides \(3080, 64, 1\) and storage offset 0, do not begin at multi"
+        ):
+            call()
+    assert not device.launches
+    assert (out == 7).all()
+
+
 def test_a_prepared_launch_has_batches(device):
     a, b = normal(3, 48, 64), normal(3, 64, 32)
     launch = co.prepare_launch(co.gemm, a, b)
