@@ -18,6 +18,8 @@ T = TypeVar("T")
 # Compiled when they are first needed, as re does with texts.
 _POSITIVE = r"0*[1-9][0-9]{0,14}"
 _URL = r"[a-z][a-z0-9+.-]*://[!\"$->@-~]+"
+# Schemes of URLs that mean nothing without a bucket or a server.
+_HOSTED = ("s3", "s3a", "gs", "gcs", "http", "https")
 _DAY = 86_400.0  # seconds
 
 
@@ -300,6 +302,11 @@ def remote_store() -> RemoteStore | None:
         raise ValueError(
             f"{REMOTE_STORE.name} must name an absolute folder, such as {scheme}:///mnt/kernels, not "
             f"{reprlib.repr(url)}"
+        )
+    if scheme in _HOSTED and path.startswith(("/", ":")):
+        raise ValueError(
+            f"{REMOTE_STORE.name} must name a bucket or a server behind {scheme}://, such as {scheme}://name/kernels, "
+            f"not {reprlib.repr(url)}"
         )
     text = REMOTE_STORE_KEY.text
     if text is None:

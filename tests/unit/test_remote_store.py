@@ -699,6 +699,18 @@ def test_a_url_that_nobody_knows(monkeypatch, keys, scheme, meant):
         remote()
 
 
+@pytest.mark.parametrize("url", ["s3:///kernels", "gs:///", "https:///kernels", "http://:80/kernels"])
+def test_a_bucket_or_a_server_is_named(keys, monkeypatch, url):
+    name_store(monkeypatch, url, keys[1])
+    scheme = url.partition(":")[0]
+    with pytest.raises(
+        ValueError, match=f"must name a bucket or a server behind {scheme}://, such as {scheme}://name/ker"
+    ):
+        env.remote_store()
+    name_store(monkeypatch, "hdfs:///kernels", keys[1])
+    assert env.remote_store().url == "hdfs:///kernels"
+
+
 def test_a_scheme_is_in_lower_case(monkeypatch, keys):
     name_store(monkeypatch, "S3://a", keys[1])
     with pytest.raises(ValueError, match=r"its scheme in lower case, .*, not 'S3://a'"):
