@@ -32,7 +32,7 @@ from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
-from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_memory
+from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_memory, writing
 
 
 class Call(NamedTuple):
@@ -133,8 +133,9 @@ class Call(NamedTuple):
                 compute_dtype=torch.float64 if a.dtype == torch.float64 else torch.float32,
                 output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
             )
-            for output, tensor in zip(self.graph.outputs, part.outputs, strict=True):
-                tensor.copy_(values[output.name])
+            with writing(*part.outputs):
+                for output, tensor in zip(self.graph.outputs, part.outputs, strict=True):
+                    tensor.copy_(values[output.name])
 
     def parts(self) -> Iterator[Call]:
         """Yield a dense call for each GEMM, whose outputs are views of this call's."""

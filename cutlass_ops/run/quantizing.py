@@ -35,6 +35,7 @@ from cutlass_ops.run.tensors import (
     refuse_differentiated,
     require_memory,
     require_tensor,
+    writing,
 )
 
 _NAMES = ("d", D_SCALE)
@@ -227,8 +228,9 @@ def _check_out(name: str, given: Any, wanted: _Layout, x: Tensor) -> None:
 def _by_pytorch(x: Tensor, dtype: str, block: int | None, d: Tensor, scale: Tensor) -> None:
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
     quotient, scales = reference.quantized(flat, FP8[dtype], block)
-    d.copy_(reference.rounded(quotient, FP8[dtype]).view(d.shape))
-    scale.copy_(scales.reshape(scale.shape))
+    with writing(d, scale):
+        d.copy_(reference.rounded(quotient, FP8[dtype]).view(d.shape))
+        scale.copy_(scales.reshape(scale.shape))
 
 
 def _by_kernel(x: Tensor, dtype: dtypes.DType, block: int | None, d: Tensor, scale: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -130,6 +131,14 @@ def how_to_copy(name: str) -> str:
     if name.startswith("out"):
         return "pass a tensor from torch.empty, and copy it"
     return f"call {name}.contiguous() first"
+
+
+def writing(*tensors: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which PyTorch writes tensors: those of inference mode in that mode alone.
+
+    Kernels write them anywhere, so that what runs on the CPU must as well.
+    """
+    return torch.inference_mode() if any(x.is_inference() for x in tensors) else nullcontext()
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

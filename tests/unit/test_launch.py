@@ -326,6 +326,21 @@ def test_gradients_are_refused(ready, device):
     weight.requires_grad_(False)
 
 
+def test_results_of_inference_mode_are_written_outside_of_it():
+    x, w = matrix(M, K), matrix(N, K).t()
+    with torch.inference_mode():
+        launch, out = co.prepare_launch(co.gemm, x, w), torch.empty(M, N, dtype=x.dtype)
+        quantised = co.quantize(x, "e4m3")
+    wanted = co.gemm(x, w)
+    assert equal(co.gemm(x, w, out=out), wanted)
+    assert equal(launch(), wanted)
+    assert launch().is_inference()
+    x = 2 * x
+    assert equal(launch(x), co.gemm(x, w))
+    again = co.quantize(x, "e4m3", out=dict(zip(("d", "d_scale"), quantised, strict=True)))
+    assert equal(again.d_scale, 2 * co.quantize(x / 2, "e4m3").d_scale)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.usefixtures("device")
 def test_a_tensor_that_requires_grad_since_the_preparation_is_refused(place):
