@@ -51,6 +51,8 @@ _TO_A_PEER = 3.0
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs orders kernels points"
 _MAX_BYTES = 64 << 20
+# How many times in a row a folder of tables may be deleted while one is written.
+_DELETIONS = 3
 _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
@@ -334,6 +336,18 @@ def update(path: Path, table: Table) -> Table:
     StoreError
         If the folder cannot be written, its lock is a link, or the file system has no locks.
     """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            return _updated(path, table)
+        except StoreError as exc:
+            # The folder was deleted meanwhile: what was measured for long is written to a new one.
+            if attempts > _DELETIONS or not isinstance(exc.__cause__, FileNotFoundError):
+                raise
+
+
+def _updated(path: Path, table: Table) -> Table:
     lock = path.with_name(f".{path.name}.lock")
     held = locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables")
     with _writing(path.parent), held:

@@ -1,9 +1,11 @@
 """Tables of measurements: whole after any number of writers, and believed only where they are legal."""
 
+import contextlib
 import copy
 import errno
 import json
 import math
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -348,3 +350,31 @@ def test_where_a_peer_is_close_the_fastest_kernel_is_kept():
     ]
     assert table(near(1, 20.0), *elsewhere).select(few=1, most=1).kernels == (other,)
     assert table(near(1, 10.0), *elsewhere).select(few=1, most=1).kernels == (SMALL,)
+
+
+@pytest.mark.parametrize("at", ["before the lock", "before the file"])
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_folder_that_is_deleted_while_a_table_is_written(tmp_path, monkeypatch, at, times):
+    path, deleted = tmp_path / "tables" / "table.json", []
+    where, name = (tables.locks, "held") if at == "before the lock" else (tables.os, "fsync")
+    does = getattr(where, name)
+
+    @contextlib.contextmanager
+    def held(*given):
+        if len(deleted) < times:
+            deleted.append(shutil.rmtree(path.parent))
+        with does(*given):
+            yield
+
+    def fsync(descriptor):
+        if len(deleted) < times:
+            deleted.append(shutil.rmtree(path.parent))
+        does(descriptor)
+
+    monkeypatch.setattr(where, name, {"held": held, "fsync": fsync}[name])
+    if times == 4:
+        with pytest.raises(StoreError, match=r"tuning tables cannot be kept in .*No such file"):
+            tables.update(path, table(point(1)))
+        return
+    tables.update(path, table(point(1)))
+    assert tables.load(path) == table(point(1))
