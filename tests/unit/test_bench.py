@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ class Clock:
 @pytest.fixture(scope="module")
 def found():
     clock = Clock()
-    result = co.bench("gemm_bias_relu", "16,64x48x32", against=["eager", "cublaslt"], rounds=3, clock=clock)
+    result = co.bench("gemm_bias_relu", "16,64x48x32", against=["eager", "cublaslt"], rounds=np.int64(3), clock=clock)
     assert clock.asked == 2 * [(method, ("ours", "eager", "cublaslt"), 3) for method in ("graph", "between")]
     return result
 
@@ -187,7 +188,8 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
             "^against must be a list of .*, not NoneType",
         ),
         ({"op": "gemm", "problems": (8, 8, 8), "against": "cudnn"}, ValueError, "'cudnn' is not .*use some of eager"),
-        ({"op": "gemm", "problems": (8, 8, 8), "rounds": "3"}, ValueError, "use at least 1"),
+        ({"op": "gemm", "problems": (8, 8, 8), "rounds": "3"}, TypeError, "rounds must be an integer, not str"),
+        ({"op": "gemm", "problems": (8, 8, 8), "rounds": True}, TypeError, "rounds must be an integer, not bool"),
         ({"op": "gemm", "problems": (8, 8, 8), "a": None}, TypeError, "^a must be 'row' or 'col', not NoneType"),
         ({"op": "gemm", "problems": (8, 8, 8)}, NoDeviceError, "run it on a machine with a GPU"),
     ],

@@ -34,6 +34,9 @@ MADE = {
     "a history": lambda number: co.Fp8State(history=number(4)).history.tolist(),
     "a block": lambda number: co.quantize(X, "e4m3", block=number(128)).d_scale.tolist(),
     "expected rows": masked,
+    "constants of Triton": lambda number: co.contract(
+        "f16", "f16", m=64, n=64, k=64, arch="sm_90", block_m=number(64), block_n=64, block_k=64, num_warps=number(4)
+    ),
 }
 
 

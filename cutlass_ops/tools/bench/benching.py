@@ -13,6 +13,7 @@ from torch import Tensor
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import MeasuringError, NoDeviceError
 from cutlass_ops.base.progress import progress
+from cutlass_ops.base.whole import plain
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.problem import Problem
@@ -127,7 +128,10 @@ def bench(
     chosen, named = list(dict.fromkeys([against] if isinstance(against, str) else against)), spelling.op_of(op)
     for name in chosen:
         require_way(name)
-    if not isinstance(rounds, int) or rounds < 1:
+    rounds = plain(rounds)
+    if type(rounds) is not int:
+        raise TypeError(f"rounds must be an integer, not {type(rounds).__name__}")
+    if rounds < 1:
         raise ValueError(f"rounds is {rounds}: use at least 1")
     dtype, a_major, b_major = spelling.dtype_of(dtype), spelling.major_of(a), spelling.major_of(b)
     works = [workload(named, problem, dtype, a_major, b_major) for problem in _problems(problems)]
