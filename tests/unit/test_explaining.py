@@ -251,7 +251,8 @@ def test_a_roofline_is_of_the_chip_itself():
     assert "no roofline: this chip's peaks are unknown" in str(unknown)
 
 
-def test_where_nothing_is_there_and_nothing_compiled_nothing_serves(monkeypatch):
+def test_where_nothing_is_there_and_nothing_compiled_nothing_serves(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path))  # the user's store may have such a kernel
     served = explained()
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     found = explained()
