@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -86,14 +87,18 @@ def watched(found: list[str]) -> Iterator[None]:
 
 
 def stacks(interrupted: FrameType | None) -> list[str]:
-    """Return the innermost functions of each thread that has called this library; this one's are of a given frame."""
+    """Return the innermost functions of each thread that has called this library; this one's are of a given frame.
+
+    Of threads that are at the same place, there is one entry, with their number.
+    """
     frames = [interrupted, *(f for at, f in sys._current_frames().items() if at != threading.get_ident())]
     threads = [list(traceback.walk_stack(frame)) for frame in frames if frame is not None]
-    return [
+    places = Counter(
         " < ".join(f"{Path(f.f_code.co_filename).name}:{line} {f.f_code.co_name}" for f, line in stack[:_FRAMES])
         for stack in threads
         if any("cutlass_ops" in Path(f.f_code.co_filename).parts for f, _ in stack)
-    ]
+    )
+    return [place if count == 1 else f"{count} threads: {place}" for place, count in places.items()]
 
 
 _FRAMES = 4

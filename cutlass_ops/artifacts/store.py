@@ -6,6 +6,7 @@ Layout of a store, which is safe to delete at any time::
     locks/<key>                    exists while a kernel is built; the system releases the lock with the process
     tmp/<key>.<random>/            a build in progress; belongs to one builder, which holds the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
+    keys/, choices/                what saves later processes work (:mod:`cutlass_ops.artifacts.kept`)
 
 A kernel's folder is touched on use. If the store grows too large, the least recently used kernels are removed.
 """

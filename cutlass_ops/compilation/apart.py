@@ -61,18 +61,31 @@ class Apart(Part):
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._processes: dict[frozenset[tuple[str, str]], _Builder] = {}
         self._lost = False
 
     def build(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
-        """Have the kernel for a declaration built by the process; in this one if there is none.
+        """Have the kernel for a declaration built by the process, unless the store is known to have it.
+
+        It is built in this process if there is no other.
 
         Returns a function that finds it: of most kernels nobody asks for it soon.
 
         The errors are those of :func:`cutlass_ops.compilation.builder.build_artifact`.
         """
-        # What compiles is half of this package.
-        from cutlass_ops.compilation.builder import build_artifact, built_before
+        from cutlass_ops.compilation import lookup
+
+        with self._looking:  # one thread at a time: a call would wait for the interpreter's lock behind each
+            known = lookup.recalled(spec)
+        if known is not None:
+            return lambda: known
+
+        def build() -> Artifact:
+            # What compiles is half of this package, and calls wait while threads import it.
+            from cutlass_ops.compilation.builder import build_artifact
+
+            return build_artifact(spec, cancel=cancel)
 
         try:
             key = self._process().build(spec)
@@ -85,10 +98,10 @@ class Apart(Part):
             # On Linux a thread has a priority of its own, and the compilers that it starts inherit it.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            built = build_artifact(spec, cancel=cancel)
+            built = build()
             return lambda: built
         # Whatever was removed meanwhile is built again.
-        return lambda: built_before(spec, key) or build_artifact(spec, cancel=cancel)
+        return lambda: lookup.with_key(spec, key) or build()
 
     def close(self) -> None:
         """Have the process end, and its compilers with it."""

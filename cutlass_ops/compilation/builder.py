@@ -22,6 +22,7 @@ from cutlass_ops.base.ending import Threads
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress
 from cutlass_ops.base.whole import plain
+from cutlass_ops.compilation import keys
 from cutlass_ops.compilation.abi_check import prove_halves_agree
 from cutlass_ops.compilation.compiler import LOG, compile_kernel
 from cutlass_ops.compilation.identity import kernel_identity, source_identity
@@ -41,7 +42,10 @@ _WAITING = 256
 
 @dataclass(frozen=True)
 class _Job:
-    """One kernel to build, with its store and compilers."""
+    """One kernel to build, with its store and compilers.
+
+    Its key is noted if its source and its compilers are those that a look into the store supposes.
+    """
 
     spec: Declaration
     source: str
@@ -50,6 +54,7 @@ class _Job:
     store: KernelStore
     toolchain: Toolchain
     elsewhere: Elsewhere | None = None
+    is_noted: bool = False
 
     def lookup(self) -> Artifact | None:
         """Return the kernel if the store has it."""
@@ -58,6 +63,8 @@ class _Job:
 
     def lasting(self, artifact: Artifact) -> Artifact:
         """Return the artifact with a way to rebuild it if it is removed from the store before it is read."""
+        if self.is_noted:
+            keys.note(self.store, self.spec, self.key)
         return replace(artifact, again=functools.partial(_again, replace(self, elsewhere=None)))
 
 
@@ -118,7 +125,7 @@ def _built(
     if not env.jit_enabled():
         return _stored(spec, source, store)
     store = store or KernelStore.default()
-    job = _job(spec, source, store, toolchain or find_toolchain(), elsewhere)
+    job = _job(spec, source, store, toolchain, elsewhere)
     return job.lookup() or _build(job, cancel)
 
 
@@ -147,25 +154,14 @@ def stored(spec: Declaration) -> Artifact | None:
     try:
         if not env.jit_enabled():
             return _stored(spec, None, None, ask=False)
-        return _job(spec, None, KernelStore.default(), find_toolchain(), None).lookup()
+        return _job(spec, None, KernelStore.default(), None, None).lookup()
     except (MissingKernelError, ToolchainError):
         return None
 
 
-def built_before(spec: Declaration, key: str) -> Artifact | None:
-    """Return the kernel with a key from the user's store, if it is still there. It was built for this declaration.
-
-    Raises
-    ------
-    StoreError
-        If the store is not private.
-    """
-    found = KernelStore.default().lookup(key)
-    return None if found is None else replace(found, again=functools.partial(_built_again, spec))
-
-
-def _built_again(spec: Declaration, use: Callable[[Artifact], T]) -> T:
-    return _again(_job(spec, None, KernelStore.default(), find_toolchain(), None), use)
+def built_again(spec: Declaration, use: Callable[[Artifact], T]) -> T:
+    """Build a kernel again that was removed from the user's store, and use it before it can be removed once more."""
+    return _again(_job(spec, None, KernelStore.default(), None, None), use)
 
 
 def fetched(spec: Declaration) -> Artifact | None:
@@ -178,7 +174,7 @@ def fetched(spec: Declaration) -> Artifact | None:
     if remote is None:
         return None
     try:
-        job = _job(spec, None, KernelStore.default(), find_toolchain(), None)
+        job = _job(spec, None, KernelStore.default(), None, None)
     except ToolchainError:
         return None
     found = remote.fetch(job.key)
@@ -236,7 +232,6 @@ def build_many(
     if not env.jit_enabled():
         return [_stored(spec, None, store) for spec in specs]
     store = store or KernelStore.default()
-    toolchain = toolchain or find_toolchain()
     elsewhere, workers = _elsewhere(executor), _at_once(jobs, executor)
     planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
     found = {spec: job.lookup() for spec, job in planned.items()}
@@ -283,11 +278,16 @@ def _at_once(jobs: int | None, executor: Executor | None) -> int:
 
 
 def _job(
-    spec: Declaration, source: str | None, store: KernelStore, toolchain: Toolchain, elsewhere: Elsewhere | None
+    spec: Declaration,
+    source: str | None,
+    store: KernelStore,
+    toolchain: Toolchain | None,
+    elsewhere: Elsewhere | None,
 ) -> _Job:
-    source = _source(spec, source)
+    is_noted = source is None and toolchain is None
+    source, toolchain = _source(spec, source), toolchain or find_toolchain()
     identity = kernel_identity(spec, source, toolchain)
-    return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere)
+    return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere, is_noted)
 
 
 def _source(spec: Declaration, source: str | None) -> str:
@@ -314,6 +314,8 @@ def _stored(spec: Declaration, source: str | None, store: KernelStore | None, *,
             f"Build it on a machine with a compiler: `python -m cutlass_ops build SPEC.json`, with SPEC.json: "
             f"{spec.canonical()}"
         )
+    if source is None:
+        keys.note(store or KernelStore.default(), spec, found.key)
     return replace(found, again=functools.partial(_stored_again, spec, source, store))
 
 

@@ -58,8 +58,8 @@ class Launch:
 
     Called with arguments, by position (a, b, inputs) or by name, it uses these instead. What is left out stays as
     prepared, outputs too: ``launch(a=x, out=d)`` changes a and D alone. A tensor must have the shape of the one in its
-    place, and the kernel checks every argument: dtype, shape, device, major, alignment, overlaps. That costs as much as
-    an ordinary call without its look-ups.
+    place, and the kernel checks every argument: dtype, shape, device, major, alignment, overlaps. That costs about as
+    much as an ordinary call.
 
     The kernel runs on the stream that is current at the call, and a CUDA graph may capture it. All launches without
     arguments write the same outputs and use the same scratch memory, so two of them must not run at the same time on

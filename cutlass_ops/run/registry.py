@@ -73,10 +73,20 @@ class Registry(Part):
 
     def found(self, spec: KernelSpec) -> Artifact | None:
         """Return a kernel from a bundle or the store, without compiling or loading it; None if it is not there."""
-        return self.session.part(Bundles).find(spec) or _stored(spec)
+        return self._found(spec, quickly=False)
 
-    def at_hand(self, spec: KernelSpec) -> LoadedKernel | None:
+    def _found(self, spec: KernelSpec, *, quickly: bool) -> Artifact | None:
+        return self.session.part(Bundles).find(spec) or _stored(spec, quickly=quickly)
+
+    def at_hand(self, spec: KernelSpec, *, quickly: bool = False) -> LoadedKernel | None:
         """Return a kernel if it is loaded, or can be loaded from a bundle or the store; compile nothing.
+
+        Parameters
+        ----------
+        spec : KernelSpec
+            The kernel.
+        quickly : bool
+            Whether to look into the store only for a kernel whose key is known, which takes no more than its loading.
 
         Raises
         ------
@@ -84,7 +94,7 @@ class Registry(Part):
             If it is there but cannot be loaded.
         """
         while spec not in self._entries:
-            artifact = self.found(spec)
+            artifact = self._found(spec, quickly=quickly)
             if artifact is None:
                 return None
             self._add(spec, artifact)
@@ -180,10 +190,10 @@ def _build(specs: Sequence[Declaration]) -> dict[Declaration, Artifact]:
     return dict(zip(specs, build_many(specs), strict=True))
 
 
-def _stored(spec: KernelSpec) -> Artifact | None:
-    from cutlass_ops.compilation.builder import stored
+def _stored(spec: KernelSpec, *, quickly: bool) -> Artifact | None:
+    from cutlass_ops.compilation import lookup
 
-    return stored(spec)
+    return lookup.recalled(spec) if quickly else lookup.stored(spec)
 
 
 def _fetched(spec: KernelSpec) -> Artifact | None:

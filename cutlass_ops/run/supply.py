@@ -93,7 +93,8 @@ def supply(decision: Decision) -> Supply:
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     loaded = _loaded(decision)
     looks = not captured and (loaded is None or _store_is_quick())
-    if looks and not background.pending(best.spec) and registry.at_hand(best.spec) is not None:
+    waits = captured or background.pending(best.spec)
+    if not waits and registry.at_hand(best.spec, quickly=not looks) is not None:
         return best
     found = loaded or (_at_hand(decision) if looks else None)
     if found is None and captured and registry.at_hand(best.spec) is None:

@@ -35,6 +35,7 @@ class FakeDevice:
     repeats: bool = True  # whether kernels can prepare launches
     workspace: int = 0  # bytes that kernels need
     absent: set = field(default_factory=set)  # kernels that only a compiler has
+    noted: set = field(default_factory=set)  # kernels whose keys are known
     remote: set = field(default_factory=set)  # absent ones that the remote store has
     waiting: dict = field(default_factory=dict)
     then: dict = field(default_factory=dict)
@@ -54,8 +55,9 @@ class FakeDevice:
     def found(self, spec):
         return None if spec in self.absent else spec
 
-    def at_hand(self, spec):
-        return None if spec in self.absent else self.kernel(spec)
+    def at_hand(self, spec, quickly=False):
+        unseen = spec in self.absent or (quickly and spec not in self.noted and spec not in self.loaded)
+        return None if unseen else self.kernel(spec)
 
     def take(self, spec, artifact, device):
         assert artifact is spec

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -69,6 +70,18 @@ def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch)
     assert found[2].key == first.key
     assert toolkit.compilations == 3
     assert len(pids(process)) == 1
+
+
+def test_what_the_store_is_known_to_have_needs_no_process(toolkit, process):
+    first = build(process, sm80_spec(3))
+    another = Apart(Session())
+    assert build(another, sm80_spec(3)) == first
+    assert another._processes == {}
+    shutil.rmtree(first.folder)
+    assert build(another, sm80_spec(3)) == first
+    assert len(pids(another)) == 1
+    another.close()
+    assert toolkit.compilations == 2
 
 
 def test_what_was_removed_since_is_built_again(toolkit, process):

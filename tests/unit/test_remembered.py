@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from signatures import A100, H100, signature
 
+from cutlass_ops.artifacts import kept
 from cutlass_ops.base import env
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, remembered, tables
@@ -140,13 +141,17 @@ def test_nothing_is_kept_where_that_is_switched_off_or_a_table_is_the_user_s(fol
 
 
 def test_other_code_or_tables_have_other_files(folder, monkeypatch):
+    def forget():
+        kept.package.cache_clear()
+        remembered._package.cache_clear()
+
     decided(rows=[1])
     for version in range(8):
         policies.forget(shipped=True)
-        remembered._package.cache_clear()
-        monkeypatch.setattr(remembered.resources, "library_version", lambda version=version: f"9.{version}")
+        forget()
+        monkeypatch.setattr(kept.resources, "library_version", lambda version=version: f"9.{version}")
         decided(rows=[1])
-    remembered._package.cache_clear()
+    forget()
     assert len(files(folder)) == len(os.listdir(folder)) == 5
 
 

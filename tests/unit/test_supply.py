@@ -97,7 +97,7 @@ def test_a_call_does_not_wait_for_the_store_where_a_loaded_kernel_gives_the_same
     device.kernel(spec)
     for name in ("alternatives", "beside"):
         monkeypatch.setattr(dispatch.Decision, name, lambda *_: pytest.fail("the model of every kernel"))
-    monkeypatch.setattr(device, "at_hand", lambda spec: pytest.fail("a look into the store"))
+    monkeypatch.setattr(device, "at_hand", lambda spec, quickly=False: pytest.fail("a look into the store"))
     found = supply.supply(decision)
     assert (found.serves, found.awaited) == (other, decision.spec)
     assert device.queued == [decision.spec]
@@ -124,6 +124,11 @@ def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs,
     other = H100.spec(signature(), next(c.config for c in many.alternatives() if not c.config.whole_k))
     device.absent -= {many.spec, other}
     device.kernel(other)
+    assert supply.supply(many).spec == other
+    device.noted.add(many.spec)  # its key needs no compilers
+    assert supply.supply(many).spec == many.spec
+    device.noted.clear()
+    device.loaded.pop(many.spec)
     assert supply.supply(many).spec == other
     known.append(True)
     assert supply.supply(many).spec == many.spec
@@ -170,7 +175,7 @@ def test_with_no_kernel_at_all_the_call_waits_for_the_one_that_compiles_fastest(
 
 def test_only_kernels_of_the_weight_are_looked_for_in_the_store(device, specs, monkeypatch):
     decision, asked = best(), []
-    monkeypatch.setattr(device, "at_hand", lambda spec: asked.append(spec))
+    monkeypatch.setattr(device, "at_hand", lambda spec, quickly=False: asked.append(spec))
     supply.supply(decision)
     assert asked[0] == decision.spec
     assert set(asked) == set(decision.specs)

@@ -1,0 +1,76 @@
+"""Small files beside the kernels, which save later processes work.
+
+Each folder of them is named after all that its files follow from. A file that is lost, damaged or not private is as
+good as none: what it saves is done again. Old folders are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import resources
+from cutlass_ops.base.atomic import replacing
+from cutlass_ops.base.errors import StoreError
+
+# Folders of other versions of what files follow from that stay.
+_OTHERS = 4
+
+
+@functools.cache
+def package() -> str:
+    """Return a name for the code and the tables of this package, by their paths, sizes and times."""
+    found = hashlib.sha256(resources.library_version().encode())
+    found.update(stamps(resources.package(), (".py", ".json", ".gz")).encode())
+    return found.hexdigest()[:32]
+
+
+def stamps(place: Path, endings: tuple[str, ...] = ("",)) -> str:
+    """Return the path, size and time of each file in a folder and below whose name ends in one of several ways."""
+    return "\n".join(_stamps(place, endings))
+
+
+def _stamps(place: Path, endings: tuple[str, ...]) -> Iterator[str]:
+    for each in sorted(os.scandir(place), key=lambda each: each.name):
+        if each.is_dir():
+            if each.name != "__pycache__":
+                yield from _stamps(Path(each.path), endings)
+        elif each.name.endswith(endings):
+            yield stamp(each.path, each.stat())
+
+
+def stamp(name: str, info: os.stat_result) -> str:
+    """Return a file's path, size and time as text."""
+    return f"{name} {info.st_size} {info.st_mtime_ns}"
+
+
+def keep(store: Path, path: Path, text: str) -> None:
+    """Write a file at most two folders below a store's folder, if it can be written.
+
+    If its folder is new, older ones beside it are removed.
+    """
+    with contextlib.suppress(OSError, StoreError):
+        is_new = not path.parent.is_dir()
+        KernelStore(store).folder(*path.parent.relative_to(store).parts)  # private, as the store has to be
+        with replacing(path) as aside, open(aside, "x", opener=_private, encoding="utf-8") as file:
+            file.write(text)
+        if is_new:
+            _forget_others(path.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _forget_others(mine: Path) -> None:
+    """Remove the folders of other versions, but for the latest."""
+    others = [each for each in os.scandir(mine.parent) if each.name != mine.name]
+    others.sort(key=lambda each: each.stat().st_mtime_ns)
+    for each in others[:-_OTHERS]:
+        shutil.rmtree(each.path, ignore_errors=True)

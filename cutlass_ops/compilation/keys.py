@@ -1,0 +1,81 @@
+"""Keys of kernels that the store had before, kept in files: with one, a kernel is found without rendering its source.
+
+A kernel's key is the hash of its source, of the headers and of the compilers. To render a first source takes some fifty
+milliseconds, and to examine the compilers a hundred, for which a process's first calls would wait. A file is named
+after the declaration, and its folder after the paths, sizes and times of what the key follows from. A compiler that was
+replaced without a trace at its name leaves kernels that the old one compiled: they are right, and nothing else is found
+by a key of another compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from cutlass_ops.artifacts import kept
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import env, resources
+from cutlass_ops.base.errors import LoadError, ToolchainError
+from cutlass_ops.base.private import read_private
+from cutlass_ops.compilation import finding
+from cutlass_ops.declare.quantizing import Declaration
+
+_LENGTH = 64
+_KEY = re.compile(rb"[0-9a-f]{64}")
+
+
+def recalled(store: KernelStore, spec: Declaration) -> str | None:
+    """Return the key of a declaration's kernel that a store has or had; None if it is not known."""
+    try:
+        path = _path(store, spec)
+        key = b"" if path is None else read_private(path, _LENGTH)
+    except (OSError, LoadError):
+        return None
+    return key.decode() if _KEY.fullmatch(key) else None
+
+
+def note(store: KernelStore, spec: Declaration, key: str) -> None:
+    """Keep the key of a kernel that a store has, if it can be written.
+
+    It must follow from this package's source and from the usual compilers.
+    """
+    try:
+        path = _path(store, spec)
+    except OSError:
+        return
+    if path is not None and not path.exists():
+        kept.keep(store.root, path, key)
+
+
+def _path(store: KernelStore, spec: Declaration) -> Path | None:
+    """Return the file with a declaration's key; None if none is kept."""
+    situation = _situation()
+    if situation is None:
+        return None
+    return store.root / "keys" / situation / hashlib.sha256(spec.canonical().encode()).hexdigest()
+
+
+def _situation() -> str | None:
+    """Return a name for all that a key follows from besides the declaration; None if that takes long to say.
+
+    Where nothing may be compiled, any compiler's kernel will do.
+    """
+    about = [kept.package(), kept.stamps(resources.templates())]
+    if env.jit_enabled():
+        if env.cutlass_dir() is not None:
+            return None  # its headers may be edited: each process hashes them
+        path = finding.search_path()
+        try:
+            files = [finding.nvcc(path)[0], finding.host_compiler(path)]
+        except ToolchainError:
+            return None
+        for name, header in (("cutlass_library", "source/include/cutlass/version.h"), ("tvm_ffi", "__init__.py")):
+            found = importlib.util.find_spec(name)
+            if found is None or found.origin is None:
+                return None
+            files.append(Path(found.origin).parent / header)
+        about += [path, str(env.lineinfo_enabled()), *(kept.stamp(str(each), os.stat(each)) for each in files)]
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:32]
