@@ -73,7 +73,10 @@ def _situation() -> str | None:
         except ToolchainError:
             return None
         for name, header in (("cutlass_library", "source/include/cutlass/version.h"), ("tvm_ffi", "__init__.py")):
-            found = importlib.util.find_spec(name)
+            try:
+                found = importlib.util.find_spec(name)
+            except ValueError:  # a module that was made up
+                found = None
             if found is None or found.origin is None:
                 return None
             files.append(Path(found.origin).parent / header)

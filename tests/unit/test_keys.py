@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from fake_toolkit import FakeToolkit, sm80_spec
@@ -138,6 +139,10 @@ def no_tvm_ffi(templates, toolkit, monkeypatch):
     monkeypatch.setattr(keys.importlib.util, "find_spec", lambda name: None if name == "tvm_ffi" else asked(name))
 
 
+def made_up_tvm_ffi(templates, toolkit, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tvm_ffi", ModuleType("tvm_ffi"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -150,6 +155,7 @@ def no_tvm_ffi(templates, toolkit, monkeypatch):
         other_cutlass,
         own_cutlass,
         no_tvm_ffi,
+        made_up_tvm_ffi,
     ],
 )
 def test_a_key_is_not_recalled_where_something_it_follows_from_is_another(templates, toolkit, monkeypatch, change):
