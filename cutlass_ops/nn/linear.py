@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's usual name
 from torch import Tensor
 
 from cutlass_ops.nn import epilogues, parallel
-from cutlass_ops.nn.reading import add_to_main_grad, is_spread, matrix, must_leave_trace, rows, vectors
+from cutlass_ops.nn.reading import add_to_main_grad, is_own, is_spread, matrix, must_leave_trace, rows, vectors
 
 
 class Linear(torch.nn.Linear):
@@ -94,7 +95,18 @@ class Linear(torch.nn.Linear):
         weight = self.weight
         if is_spread(weight):
             return parallel.linear(self, x, residual)
+        if is_own(weight):
+            return self._by_pytorch(x, residual)
         return apply(self._ops, x, weight, self.bias, residual)
+
+    def _by_pytorch(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute the layer where only the weight's own class can multiply by it."""
+        d = F.linear(x, self.weight, self.bias)
+        if self.activation == "gelu_tanh":
+            d = F.gelu(d, approximate="tanh")
+        elif self.activation not in (None, "none"):
+            d = getattr(F, self.activation)(d)  # the other names are PyTorch's
+        return d if residual is None else d + residual
 
     def extra_repr(self) -> str:
         """Return what ``repr`` says of the layer."""

@@ -20,7 +20,7 @@ from cutlass_ops.nn.linear import apply
 from cutlass_ops.nn.mlp import gated_layers, gated_ops, two_layers
 from cutlass_ops.nn.norms import NormLinear
 from cutlass_ops.nn.projections import Handing, Projections
-from cutlass_ops.nn.reading import are_of, is_spread, is_watched, readable
+from cutlass_ops.nn.reading import are_of, is_dense, is_own, is_spread, is_watched, readable
 
 
 class Patched(NamedTuple):
@@ -249,7 +249,7 @@ class _Fused:
 class _Linear(_Fused):
     def forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight
-        if is_spread(weight):
+        if _needs_pytorch(input, weight):
             return _as_before(self, input)
         return apply(self._fused_ops, input, weight, self.bias, None)
 
@@ -259,7 +259,7 @@ class _Conv1D(_Fused):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        if is_spread(weight):
+        if _needs_pytorch(x, weight):
             return _as_before(self, x)
         return apply(self._fused_ops, x, weight, self.bias, None, readable)
 
@@ -269,7 +269,7 @@ class _GatedMLP(_Fused):
         kind, ops = self._fused_ops
         gate, up, down, activation = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
         known = type(activation) is kind and are_of(_READ["Linear"], gate, up, down)
-        if known and not is_watched(activation, gate, up, down):
+        if known and is_dense(x) and not is_watched(activation, gate, up, down):
             biases = gate.bias, up.bias, down.bias
             if (biases[0] is None) == (biases[1] is None):
                 return gated_layers(ops, x, (gate.weight, up.weight, down.weight), biases, residual)
@@ -282,7 +282,7 @@ class _Gpt2MLP(_Fused):
         kind, ops = self._fused_ops
         first, second, activation = self.c_fc, self.c_proj, self.act
         known = type(activation) is kind and are_of(_READ["Conv1D"], first, second)
-        if not known or is_watched(activation, first, second):
+        if not known or not is_dense(hidden_states) or is_watched(activation, first, second):
             return _as_before(self, hidden_states)
         parameters = (first.weight, second.weight), (first.bias, second.bias)
         d = two_layers(ops, hidden_states, *parameters, None, readable)
@@ -321,6 +321,11 @@ class _Attention(_Fused):
     def forward(self: Any, *arguments: Any, projected: tuple[Tensor, ...] | None = None, **named: Any) -> Any:
         attention = self if projected is None else Handing(self, projected)
         return self._original.forward(attention, *arguments, **named)
+
+
+def _needs_pytorch(x: Any, weight: Any) -> bool:
+    """Whether no kernel can multiply these, but the forward that a layer had can."""
+    return is_spread(weight) or is_own(weight) or not is_dense(x)
 
 
 def _as_before(module: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """When a module's parameters may be read in place of calling it, and how ops get them.
 
 A fused forward reads the parameters of several modules. That equals calling them only as long as nobody gave one of
-them another class, forward, hook or DTensor. Each call asks, since adapters and hooks may come at any time.
+them another class, forward or hook, or a weight of another class. Each call asks, since adapters and hooks may come at
+any time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,24 @@ from cutlass_ops.run.matrices import has_lines_along
 def is_spread(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, whose parts lie on several devices."""
     return hasattr(type(tensor), "to_local")
+
+
+def is_own(weight: Any) -> bool:
+    """Whether a weight's class says itself what ``F.linear`` does, as those of quantised weights do."""
+    kind = type(weight)
+    if kind in (torch.nn.Parameter, Tensor) or not isinstance(weight, Tensor):
+        return False
+    function = kind.__torch_function__  # the tracers' own classes have none of their own
+    return function is not _NO_FUNCTION and getattr(function, "__func__", None) is not _USUAL_FUNCTION
+
+
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_USUAL_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def is_dense(x: Any) -> bool:
+    """Whether x is neither sparse nor nested. What is no tensor may become one, as a tracer's proxy does."""
+    return not isinstance(x, Tensor) or (x.layout is torch.strided and not x.is_nested)
 
 
 def is_watched(*modules: Any) -> bool:
@@ -41,9 +60,10 @@ def are_read(kinds: tuple[type, ...], *modules: Any) -> bool:
 
 
 def are_of(kinds: tuple[type, ...], *modules: Any) -> bool:
-    """Whether modules have one of these very classes, and weights on one device."""
-    for m in modules:  # noqa: SIM110 - a generator takes longer
-        if type(m) not in kinds or is_spread(m._parameters.get("weight")):
+    """Whether modules have one of these very classes, and weights that kernels read: on one device, and plain."""
+    for m in modules:
+        weight = m._parameters.get("weight")
+        if type(m) not in kinds or is_spread(weight) or is_own(weight):
             return False
     return True
 
@@ -53,7 +73,7 @@ def are_of(kinds: tuple[type, ...], *modules: Any) -> bool:
 
 def rows(x: Any) -> Any:
     """Return A or a residual as kernels read it: copied if leading dimensions do not fold, or lines are not whole."""
-    if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or x.is_contiguous():
+    if not isinstance(x, Tensor) or not is_dense(x) or x.ndim < 2 or x.is_contiguous():
         return x
     along_n = has_lines_along(x, 1) and _folds(x)
     return x if along_n or (x.ndim == 2 and has_lines_along(x, 0)) else x.contiguous()

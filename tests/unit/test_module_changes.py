@@ -12,6 +12,7 @@ from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrize, prune
 
 import cutlass_ops as co
+from cutlass_ops.nn import epilogues
 
 BF16 = torch.bfloat16
 K, HIDDEN = 16, 32
@@ -138,6 +139,78 @@ def test_what_is_inside_may_change(module, name, change):
     found = torch.autograd.grad(d, parameters, grad)
     for x, y in zip(found, torch.autograd.grad(wanted, parameters, grad), strict=True):
         close(x, y, 0.03)
+
+
+class Quantised(torch.Tensor):
+    """A weight as torchao's: its class multiplies by it, and nothing else can."""
+
+    @staticmethod
+    def __new__(cls, integers, scale, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=dtype)
+
+    def __init__(self, integers, scale, dtype):
+        self.integers, self.scale = integers, scale
+
+    def __tensor_flatten__(self):  # for torch.compile
+        return ["integers", "scale"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, dtype, size, stride):
+        return cls(parts["integers"], parts["scale"], dtype)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, (weight.integers * weight.scale).to(x.dtype), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].integers, args[0].scale, args[0].dtype)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+def quantised(parent, name):
+    layer = getattr(parent, name)
+    scale = layer.weight.detach().float().abs().amax(1, keepdim=True) / 7  # coarse, so that what is ignored shows
+    integers = (layer.weight.detach() / scale).round().to(torch.int8)
+    layer.weight = nn.Parameter(Quantised(integers, scale, layer.weight.dtype), requires_grad=False)
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, (_, ns) in MODULES.items() for n in ns if n != "norm"])
+def test_a_weight_may_be_quantised(module, name):
+    torch.manual_seed(0)
+    made = weights_scaled(MODULES[module][0]())
+    (x, residual), plain = drawn(), copy.deepcopy(made)
+    before = call(made, x, residual)
+    quantised(made, name)
+    weight = getattr(made, name).weight
+    with torch.no_grad():
+        getattr(plain, name).weight.copy_(weight.integers * weight.scale)
+    d, wanted = call(made, x, residual), call(plain, x, residual)
+    close(d, wanted)
+    assert (d - before).norm() > 0.05 * before.norm()
+    for found, exact in zip(*(torch.autograd.grad(y.float().sum(), x) for y in (d, wanted)), strict=True):
+        close(found, exact, 0.03)
+
+
+@pytest.mark.parametrize("activation", list(epilogues.ACTIVATIONS))
+def test_a_layer_with_a_quantised_weight_has_its_activation(activation):
+    layer = co.nn.Linear(K, HIDDEN, activation=activation, dtype=BF16)
+    holder, x = nn.Sequential(layer), torch.randn(2, 3, K).to(BF16)
+    quantised(holder, "0")
+    plain = co.nn.Linear(K, HIDDEN, activation=activation, dtype=BF16)
+    plain.load_state_dict({"weight": (layer.weight.integers * layer.weight.scale).to(BF16), "bias": layer.bias})
+    residual = torch.randn(2, 3, HIDDEN)
+    close(layer(x), plain(x))
+    close(layer(x[0, 0]), plain(x[0, 0]))
+    close(layer(x, residual=residual), plain(x, residual=residual))
+    assert layer(x, residual=residual).dtype == torch.float32
+    torch._dynamo.reset()  # else ten activations are too many for one function
+    close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from test_module_changes import Adapted, hooked, hooked_before, parametrized, pruned, replaced
+from test_module_changes import Adapted, Quantised, hooked, hooked_before, parametrized, pruned, quantised, replaced
 from test_patching import FOLDING, TOKENS, logits_of, model_of
 from torch import nn
 from torch.nn.modules import module as of_all
@@ -90,6 +90,38 @@ def test_what_is_inside_an_mlp_may_change(case, first):
     assert (wanted - before).norm() > 0.05 * before.norm()  # so that what is ignored shows
     for x, y in zip(found, gradients, strict=True):
         near(x, y, 0.06)
+
+
+@pytest.mark.parametrize("first", ["patch", "change"])
+def test_a_model_may_be_quantised(first):
+    plain = louder(model_of("Llama"))
+    model, before = copy.deepcopy(plain), logits_of(plain)
+    if first == "patch":
+        co.patch(model)
+    for each in (plain, model):
+        for parent in list(each.modules()):
+            for name, layer in parent.named_children():
+                if isinstance(layer, nn.Linear):
+                    quantised(parent, name)
+    if first == "change":
+        co.patch(model)
+    assert isinstance(model.lm_head.weight, Quantised)
+    wanted = logits_of(plain)
+    near(logits_of(model), wanted)
+    assert (wanted - before).norm() > 0.05 * before.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["sparse", "strided", "jagged"])
+def test_a_patched_layer_takes_what_is_no_dense_matrix(layout):
+    plain = nn.Sequential(nn.Linear(16, 24, dtype=BF16), nn.Linear(24, 8, dtype=BF16))
+    model, parts = copy.deepcopy(plain), [torch.randn(rows, 16).to(BF16) for rows in (2, 5)]
+    co.patch(model)
+    sparse = layout == "sparse"
+    x = parts[0].to_sparse() if sparse else torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    found, wanted = ([y] if sparse else y.unbind() for y in (model(x), plain(x)))
+    for d, exact in zip(found, wanted, strict=True):
+        near(d, exact)
 
 
 LAYERS = [
