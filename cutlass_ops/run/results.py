@@ -68,11 +68,13 @@ def new_strides(kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
 class Outputs(tuple[Any, ...]):
     """The results of a call with several outputs.
 
-    One class serves all epilogues, so that a process that loads a program needs not to have seen its epilogue.
+    One class serves all epilogues, so that a process that loads a program needs not to have seen its epilogue. So the
+    class does not know the names: what makes a tuple again from its class and its values alone, as PyTorch's backward
+    hooks of modules, collation and FSDP do, gets a plain tuple.
 
     Parameters
     ----------
-    fields : iterable of str
+    fields : tuple of str
         The outputs' names, D's first.
     values : iterable of Tensor
         Their values.
@@ -87,10 +89,16 @@ class Outputs(tuple[Any, ...]):
 
     _fields: tuple[str, ...]
 
-    def __new__(cls, fields: Iterable[str], values: Iterable[Any]) -> Outputs:  # noqa: D102
-        self = super().__new__(cls, values)
-        self._fields = tuple(fields)
+    def __new__(cls, *given: Any) -> Outputs:  # noqa: D102
+        if len(given) != 2 or not _are_names(given[0]):  # of a tuple that is made again, as one or as several arguments
+            return tuple(given[0]) if len(given) == 1 else given  # type: ignore[return-value]
+        self = super().__new__(cls, given[1])
+        self._fields = given[0]
         return self
+
+    @classmethod
+    def _make(cls, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(values)
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("_fields", ())
@@ -121,6 +129,10 @@ class Outputs(tuple[Any, ...]):
 
     def __repr__(self) -> str:
         return f"Outputs({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
+
+
+def _are_names(fields: Any) -> bool:
+    return isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
 
 
 @dataclass(frozen=True, eq=False)

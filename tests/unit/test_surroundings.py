@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.utils import _apply_to_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
@@ -506,6 +508,33 @@ def test_an_epilogue_goes_through_pickle_as_itself_or_as_its_graph():
     again = pickle.loads(pickle.dumps(local))
     assert (again, again.name) == (local, "local")
     assert torch.equal(co.gemm(X, W, epilogue=again, bias=BIAS), co.gemm(X, W, epilogue=local, bias=BIAS))
+
+
+class Several(torch.nn.Module):
+    """A module that returns what a call with several outputs returns."""
+
+    def forward(self, x):
+        return co.gemm(x, W, epilogue=several, bias=BIAS, scale=0.5)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_results_go_through_backward_hooks_of_a_module(hook):
+    module, x, seen = Several(), X.clone().requires_grad_(), []
+    getattr(module, hook)(lambda module, *grads: seen.append(len(grads[-1])))
+    wanted = Several()(x)
+    found = module(x)
+    assert all(map(torch.equal, found, wanted))
+    grads = [torch.autograd.grad(y[0].float().sum() + y[1].float().sum(), x)[0] for y in (found, wanted)]
+    assert torch.equal(*grads)
+    assert seen == [len(wanted)]
+
+
+def test_what_makes_tuples_again_gets_the_values_of_results():
+    results = Several()(X)
+    for found in (type(results)(*results), type(results)(iter(results)), type(results)._make(iter(results))):
+        assert all(map(torch.equal, found, results))
+    assert all(map(torch.equal, default_collate([results, results]), [torch.stack([x, x]) for x in results]))
+    assert all(map(torch.equal, _apply_to_tensors(torch.neg, results), [-x for x in results]))  # as FSDP casts
 
 
 def test_results_go_through_pickle_and_copies():
