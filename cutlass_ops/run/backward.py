@@ -366,8 +366,9 @@ class Step:
         self.same = found.same
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
         leaves |= {leaf: results[output] for leaf, output in found.found.items()}
-        # What is multiplied has A's dtype.
-        return leaves | {leaf: leaves[leaf].to(self.a.dtype) for leaf in self.weights if leaf in leaves}
+        # What is multiplied has A's dtype, and repeats no values in memory, as PyTorch's gradient of a sum does.
+        multiplied = (leaf for leaf in self.weights if leaf in leaves)
+        return leaves | {leaf: leaves[leaf].to(self.a.dtype).contiguous() for leaf in multiplied}
 
     def in_tiles(self, expression: Expression) -> Expression:
         """Return an expression as the op computes it; :meth:`summed` makes of its results what is wanted."""

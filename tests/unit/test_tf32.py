@@ -128,6 +128,24 @@ def test_gradients_are_multiplied_in_tf32_as_well():
     assert torch.allclose(w.grad, mask.t() @ reference.as_multiplied(A, tf32), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("math", ["tf32", "3xtf32"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_may_repeat_values(dim, math):
+    @co.epilogue
+    def summed(acc, bias: co.Row):
+        return {"d": acc, "sums": co.e.sum(acc + bias, dim=dim)}
+
+    a, w = A.clone().requires_grad_(), W.clone().requires_grad_()
+    sums = co.gemm(a, w.t(), epilogue=summed, bias=BIAS, math=math).sums
+    weights = torch.arange(1.0, 1 + len(sums))
+    found = torch.autograd.grad(sums, [a, w], weights)
+    element = tf32 if math == "tf32" else tf32x3
+    of_d = (weights[:, None] if dim else weights).expand(len(A), len(W))
+    wanted = of_d @ reference.as_multiplied(W, element), of_d.t() @ reference.as_multiplied(A, element)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-3)
+
+
 REFUSED = {
     "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
     "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
