@@ -338,14 +338,15 @@ class Step:
 
     def gradients(self, found: Vjp, of: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of each leaf, as far as it is not 0."""
-        values = dict(self.values)
-        values |= {name: of[output] for output, name in found.given.items()}
+        given = {name: of[output] for output, name in found.given.items()}
         # An expression computes with FP32 values, and places are whole numbers.
-        values |= {
+        given |= {
             name: kept[output] if kept[output].is_floating_point() else kept[output].to(self.wide)
             for output, name in found.kept.items()
         }
         expression = found.expression
+        kinds = {i.name: i.kind for i in expression.inputs}
+        values = {**self.values, **{name: self.as_input(kinds.get(name), x) for name, x in given.items()}}
         values = {i.name: values[i.name] for i in expression.inputs}
         if not found.again:
             results = self._elementwise(expression, of.get("d"), values)
@@ -369,6 +370,10 @@ class Step:
         # What is multiplied has A's dtype, and repeats no values in memory, as PyTorch's gradient of a sum does.
         multiplied = (leaf for leaf in self.weights if leaf in leaves)
         return leaves | {leaf: leaves[leaf].to(self.a.dtype).contiguous() for leaf in multiplied}
+
+    def as_input(self, kind: Kind | None, value: Tensor) -> Tensor:
+        """Return an output, or its gradient, in the shape of an input."""
+        return value
 
     def in_tiles(self, expression: Expression) -> Expression:
         """Return an expression as the op computes it; :meth:`summed` makes of its results what is wanted."""
@@ -638,6 +643,9 @@ class _BatchedStep(Step):
     def in_tiles(self, expression: Expression) -> Expression:
         outputs = [o._replace(kind=Kind.TILE, reduce=None) for o in expression.outputs]
         return expression_of(expression.inputs, expression.nodes, outputs)
+
+    def as_input(self, kind: Kind | None, value: Tensor) -> Tensor:
+        return value.unsqueeze(-2) if kind is Kind.ROW else value  # a 1 before N is no batch: see batches.spread
 
     def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
         kinds = {o.name: o.kind for o in expression.outputs if o.reduce is not None}

@@ -574,6 +574,34 @@ def test_gradients_of_sums():
 
 
 @co.epilogue
+def by_columns(acc, factor: co.Col):
+    y = acc * factor
+    return {"d": y, "squares": co.e.sum_square(y, dim=0), "most": co.e.max(y, dim=0), "log": co.e.logsumexp(y, dim=0)}
+
+
+@pytest.mark.parametrize("lead", [(2, 3), (3, 1), (1,), (2, 1, 1)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_what_columns_give(lead, recompute):
+    drawn = (torch.randn(*lead, 5, 16), torch.randn(16, 8).expand(*lead, 16, 8), torch.randn(5))
+    tensors = [x.requires_grad_() for x in drawn]
+    weights = [torch.randn(*lead, 8) for _ in range(3)]
+
+    def ours(a, b, factor):
+        with co.recompute() if recompute else nullcontext():
+            return co.gemm(a, b, epilogue=by_columns, factor=factor, math="3xtf32")[1:]
+
+    def theirs(a, b, factor):
+        y = torch.matmul(a, b) * factor[:, None]
+        return y.square().sum(-2), y.max(-2).values, y.logsumexp(-2)
+
+    for at, weight in enumerate(weights):
+        found = gradients(lambda *given, at=at: ours(*given)[at], tensors, weight)
+        wanted = gradients(lambda *given, at=at: theirs(*given)[at], tensors, weight.double())
+        for one, other in zip(found, wanted, strict=True):
+            near(one, other)
+
+
+@co.epilogue
 def masked(acc, factor: co.Col):
     return co.e.gelu(co.e.where(co.e.column_index() <= co.e.row_index(), acc, 0.0) * factor)
 
