@@ -142,7 +142,7 @@ class GroupedStep(Step):
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         # A row of each expert is a tile of those of all rows.
-        apart = {i.name for i in expression.inputs if i.kind is Kind.ROW and values[i.name].ndim > 1}
+        apart = {i.name for i in expression.inputs if i.kind is Kind.ROW and values[i.name].numel() != self.n}
         values = values | {name: values[name][self.expert] for name in apart}
         inputs = [i._replace(kind=Kind.TILE) if i.name in apart else i for i in expression.inputs]
         rows = {o.name for o in expression.outputs if o.kind is Kind.ROW}

@@ -1,6 +1,7 @@
 """Autograd of groups of rows on the CPU: in FP64 against differences, in BF16 against PyTorch, eager and compiled."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -226,6 +227,29 @@ def test_gradients_are_pytorch_s(name, turned, backend):
     for x, y, like in zip(found, wanted(function, given, gradient), given.values(), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
         assert (x - y).norm() <= (0.01 if like.ndim else 0.05) * y.norm()
+
+
+@epilogue
+def by_row(acc, factor: Row, weight: Col):
+    return acc * factor * weight
+
+
+@pytest.mark.parametrize("shape", [(EXPERTS, N), (N,), (1, N)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_row_is_of_each_expert_or_of_all(shape, recompute):
+    given = tensors(("weight",), turned=True)
+    factor, gradient = torch.randn(shape).to(BF16).requires_grad_(), torch.randn(T, N).to(BF16)
+    with co.recompute() if recompute else nullcontext():
+        d = co.grouped_gemm(given["x"], given["w"], GROUPS, epilogue=by_row, factor=factor, weight=given["weight"])
+    leaves = [given["x"], given["w"], factor, given["weight"]]
+    found = torch.autograd.grad(d, leaves, gradient)
+    x, w, row, weight = exact = [y.detach().double().requires_grad_() for y in leaves]
+    rows = row.expand(EXPERTS, N)
+    parts = [x[at] @ w[e] * rows[e] * weight[at, None] for e, at in enumerate(rows_of(GROUPS))]
+    wanted = torch.autograd.grad(torch.cat(parts), exact, gradient[: int(GROUPS[-1])].double())
+    for y, z in zip(found, wanted, strict=True):
+        assert y.shape == z.shape
+        assert (y - z).norm() <= 0.01 * z.norm()
 
 
 def test_gradients_of_rows_are_as_exact_as_fp32():
