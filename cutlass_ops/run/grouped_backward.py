@@ -19,6 +19,7 @@ from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Kind, Node, Output
+from cutlass_ops.epilogue.saving import saving
 from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Step, Values
 from cutlass_ops.run.portable import Portable
@@ -28,13 +29,22 @@ from cutlass_ops.run.sizes import surely
 _ONES = 8
 
 
-def require(called: Portable, b: Tensor) -> None:
+def require(called: Portable, b: Tensor, wrt: frozenset[str]) -> None:
     """Refuse a call whose gradient no kernel computes, before it runs.
+
+    Parameters
+    ----------
+    called : Portable
+        The op.
+    b : Tensor
+        The weights.
+    wrt : frozenset of str
+        The inputs whose gradients are wanted.
 
     Raises
     ------
     NotImplementedError
-        If the epilogue numbers rows.
+        If the epilogue numbers rows, or swaps pairs and the gradient would store a tile beside D.
     ValueError
         If the gradient's rows would not be aligned.
     """
@@ -42,6 +52,12 @@ def require(called: Portable, b: Tensor) -> None:
         raise NotImplementedError(
             f"{called!r} has no gradient: its epilogue numbers the rows of each group. Pass what depends on that as a "
             "Col or a Tile"
+        )
+    if called.graph.swaps_pairs and saving(called.graph, wrt, store=True, narrow=False).runs != called.graph:
+        raise NotImplementedError(
+            f"{called!r} has no gradient: its epilogue swaps pairs of columns, and its backward needs a tile that the "
+            "forward would store beside D, which no kernel of groups does. Apply the epilogue to the result instead; "
+            "or pass .detach() of the inputs that are multiplied by the product"
         )
     step = arch.TMA_ALIGNMENT_BYTES // b.element_size()
     if b.shape[-1] % step:

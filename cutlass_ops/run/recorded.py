@@ -51,7 +51,7 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
     if why is not None:
         raise ValueError(f"a is {a.dtype}, and {why}; or call under torch.no_grad()")
     if called.form == GROUPED:
-        grouped_backward.require(called, b)
+        grouped_backward.require(called, b, wanted(names, tensors))
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
     settings = _Settings(called, names, numbers, places, out_dtype, recompute)
     return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]

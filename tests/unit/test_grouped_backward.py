@@ -252,6 +252,30 @@ def test_a_row_is_of_each_expert_or_of_all(shape, recompute):
         assert (y - z).norm() <= 0.01 * z.norm()
 
 
+@epilogue
+def rotary(acc, cosine: Row, sine: Row):
+    return acc * cosine + functions.swap_pairs(acc) * sine
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_rotation_has_a_gradient_if_its_angles_have_none(recompute):
+    given = tensors((), turned=True)
+    cosine, sine, gradient = torch.randn(N), torch.randn(N), torch.randn(T, N).to(BF16)
+
+    def layer(cosine):
+        with co.recompute() if recompute else nullcontext():
+            return co.grouped_gemm(*given.values(), GROUPS, epilogue=rotary, cosine=cosine, sine=sine)
+
+    def turned(acc):
+        return acc * cosine + acc.view(-1, N // 2, 2).flip(-1).view(-1, N) * sine
+
+    found = torch.autograd.grad(layer(cosine), list(given.values()), gradient)
+    for x, y in zip(found, wanted(turned, given, gradient), strict=True):
+        assert (x - y).norm() <= 0.01 * y.norm()
+    with pytest.raises(NotImplementedError, match=r"its epilogue swaps pairs .* pass \.detach\(\) of the inputs"):
+        layer(cosine.requires_grad_())
+
+
 def test_gradients_of_rows_are_as_exact_as_fp32():
     """The same number of each expert, multiplied by many rows that nearly cancel."""
     x, w, bias = torch.zeros(T, WIDE).to(BF16), torch.zeros(EXPERTS, WIDE, N).to(BF16), torch.zeros(EXPERTS, N)
