@@ -11,7 +11,7 @@ from torch import Tensor
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.linear import Linear
 from cutlass_ops.nn.parallel import sum_dtype
-from cutlass_ops.nn.reading import add_to_main_grad, are_read, matrix, must_leave_trace, rows, vectors
+from cutlass_ops.nn.reading import add_to_main_grad, are_read, matrices, matrix, must_leave_trace, rows, vectors
 from cutlass_ops.run.chained import chain
 from cutlass_ops.run.gated import gated_op
 
@@ -182,7 +182,7 @@ def gated_layers(
     """Compute gate, up and down by the ops of the gate and of the last layer. Gate and up both have a bias, or none."""
     if must_leave_trace(*weights):
         return add_to_main_grad(gated_layers, ops, x, weights, biases, residual)
-    gate, up, down = map(matrix, weights)
+    (gate, up), down = matrices(*weights[:2]), matrix(weights[2])
     first, second = ops[0][int(biases[0] is not None)], ops[1][int(biases[2] is not None)][int(residual is not None)]
     inputs = vectors(biases[2]) if residual is None else [*vectors(biases[2]), rows(residual)]
     out_dtype = sum_dtype(x, residual)

@@ -103,6 +103,16 @@ def readable(weight: Tensor) -> Tensor:
     return weight if has_lines_along(weight, 0) or has_lines_along(weight, 1) else weight.contiguous()
 
 
+def matrices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Bs of two weights (N, K) that one kernel reads: copied if their lines lie in different ways."""
+    first, second = readable(first), readable(second)
+    if not first.is_contiguous() or not second.is_contiguous():
+        alike = (has_lines_along(first, inner) and has_lines_along(second, inner) for inner in (1, 0))
+        if not any(alike):
+            first, second = first.contiguous(), second.contiguous()
+    return first.t(), second.t()
+
+
 def vectors(*biases: Tensor | None) -> list[Tensor]:
     """Return the biases that there are."""
     return [bias.contiguous() for bias in biases if bias is not None]

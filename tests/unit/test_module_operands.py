@@ -92,6 +92,26 @@ def test_a_parametrization_may_return_any_strides(how, of):
         close(model(x), F.linear(x, layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize("turned", [("gate_proj",), ("up_proj",), ("gate_proj", "up_proj"), ("up_proj", "down_proj")])
+def test_weights_of_a_gate_may_lie_in_different_ways(turned):
+    """As after ``load_state_dict(..., assign=True)`` of weights that another program had transposed."""
+    torch.manual_seed(0)
+    module, x = MODULES["gated"](), drawn(6, K).requires_grad_()
+    wanted = module(x)
+    grads = torch.autograd.grad(wanted.float().sum(), [x, *module.parameters()])
+    weights = {f"{n}.weight": module.get_submodule(n).weight.detach().t().contiguous().t() for n in turned}
+    module.load_state_dict(weights, assign=True, strict=False)
+    module.requires_grad_()
+    assert not module.get_submodule(turned[0]).weight.is_contiguous()
+    torch._dynamo.reset()
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        with torch.no_grad():
+            close(call(x), wanted)
+        found = torch.autograd.grad(call(x).float().sum(), [x, *module.parameters()])
+        for p, q in zip(found, grads, strict=True):
+            close(p, q)
+
+
 # ---- main_grad -------------------------------------------------------------------------------------------------------
 
 
