@@ -153,6 +153,8 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any, fo
     """
     op = named(name, {how: plain})
     _LIVE.setdefault(op, called)
+    # Pickles of torch.fx's graphs import what is called by its module and name: `__getattr__` finds it.
+    called.__module__, called.__qualname__ = __name__, _IMPORTED + op.encode().hex()  # type: ignore[attr-defined]
     outputs = ",".join(f"{o.name}:{o.kind.value}:{graph.stored_type(o)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
@@ -180,6 +182,15 @@ def find(op: str) -> Portable:
         If this version of the library cannot read the string.
     """
     return _LIVE.get(op) or _made(op)
+
+
+_IMPORTED = "called_"
+
+
+def __getattr__(name: str) -> Portable:
+    if not name.startswith(_IMPORTED):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return find(bytes.fromhex(name.removeprefix(_IMPORTED)).decode())
 
 
 @functools.lru_cache(maxsize=1024)

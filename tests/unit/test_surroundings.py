@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -286,6 +287,24 @@ def test_symbolic_trace_holds_the_op():
     graph = torch.fx.symbolic_trace(Layer())
     assert all(map(torch.equal, graph(X + X, 0.5), Layer()(X + X, 0.5)))
     assert co.gemm_bias_relu in [n.target for n in graph.graph.nodes]
+
+
+def test_a_symbolic_trace_goes_through_pickle(monkeypatch):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = co.nn.Linear(K, N, activation="mish", dtype=BF16)
+
+        def forward(self, x):
+            y = co.gemm(x, W, epilogue=several, bias=BIAS, scale=0.5)
+            return self.linear(x) + co.gemm(x, W) + y.pre, co.gemm_bias_relu(x, W, BIAS)
+
+    layer = Layer()
+    saved = pickle.dumps(torch.fx.symbolic_trace(layer))
+    monkeypatch.setattr(portable, "_LIVE", weakref.WeakValueDictionary())  # as in a process that has not seen the ops
+    assert all(map(torch.equal, pickle.loads(saved)(X), layer(X)))
+    with pytest.raises(AttributeError, match=r"module 'cutlass_ops\.run\.portable' has no attribute 'other'"):
+        portable.other  # noqa: B018
 
 
 def test_an_epilogue_is_defined_outside_of_what_is_compiled():
