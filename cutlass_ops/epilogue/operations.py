@@ -142,16 +142,14 @@ OPS: dict[str, OpInfo] = {
         typed=(((_T,), _F), ((_I,), _F)),
         vjp=("0",),
     ),
-    "abs": OpInfo(1, "cutlass_ops::abs", "x without its sign", "torch.abs(x)", vjp=("g * sign(x)",)),
+    "abs": OpInfo(1, "cutlass_ops::abs", "the absolute value of x", "torch.abs(x)", vjp=("g * sign(x)",)),
     "sign": OpInfo(
-        1, "cutlass_ops::sign", "1 if x > 0, −1 if x < 0, else 0 (so for NaN)", "torch.sign(x)", _MORE, vjp=("0",)
+        1, "cutlass_ops::sign", "1 if x > 0, −1 if x < 0, else 0 (also for NaN)", "torch.sign(x)", _MORE, vjp=("0",)
     ),
-    "floor": OpInfo(1, "cutlass_ops::floor", "the greatest whole number up to x", "torch.floor(x)", _MORE, vjp=("0",)),
-    "ceil": OpInfo(1, "cutlass_ops::ceil", "the least whole number from x on", "torch.ceil(x)", _MORE, vjp=("0",)),
-    "round": OpInfo(
-        1, "cutlass_ops::round", "the nearest whole number, ties to even", "torch.round(x)", _MORE, vjp=("0",)
-    ),
-    "trunc": OpInfo(1, "cutlass_ops::trunc", "x without what follows the point", "torch.trunc(x)", _MORE, vjp=("0",)),
+    "floor": OpInfo(1, "cutlass_ops::floor", "the largest integer not above x", "torch.floor(x)", _MORE, vjp=("0",)),
+    "ceil": OpInfo(1, "cutlass_ops::ceil", "the smallest integer not below x", "torch.ceil(x)", _MORE, vjp=("0",)),
+    "round": OpInfo(1, "cutlass_ops::round", "the nearest integer, ties to even", "torch.round(x)", _MORE, vjp=("0",)),
+    "trunc": OpInfo(1, "cutlass_ops::trunc", "x rounded toward 0", "torch.trunc(x)", _MORE, vjp=("0",)),
     "reciprocal": OpInfo(1, "cutlass_ops::reciprocal", "1 / x", "torch.reciprocal(x)", _MORE, vjp=("-g * (r * r)",)),
     "square": OpInfo(1, "cutlass_ops::square", "x · x", "torch.square(x)", vjp=("g * (x + x)",)),
     "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)", vjp=("g / (r + r)",)),
@@ -191,7 +189,7 @@ OPS: dict[str, OpInfo] = {
     "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)", vjp=("g * (1 - r * r)",)),
     "sigmoid": OpInfo(1, "cutlass_ops::sigmoid", "1 / (1 + e⁻ˣ)", "torch.sigmoid(x)", vjp=("g * ((1 - r) * r)",)),
     "relu": OpInfo(
-        1, "cutlass_ops::relu", "0 if x < 0, else x (so NaN stays NaN)", "torch.relu(x)", vjp=("where(r <= 0, 0, g)",)
+        1, "cutlass_ops::relu", "0 if x < 0, else x (NaN stays NaN)", "torch.relu(x)", vjp=("where(r <= 0, 0, g)",)
     ),
     "leaky_relu": OpInfo(
         2,
@@ -263,7 +261,7 @@ OPS: dict[str, OpInfo] = {
     SWAP_PAIRS: OpInfo(
         1,
         "",
-        "x of column n + 1 where n is even, of n − 1 where n is odd",
+        "in column n, the x of column n + 1 if n is even, of column n − 1 if n is odd",
         "x.reshape(-1, 2).flip(1).reshape(x.shape)",
         vjp=("swap_pairs(g)",),
         in_fp64=False,
@@ -271,7 +269,7 @@ OPS: dict[str, OpInfo] = {
     UNIFORM: OpInfo(
         2,
         "",
-        "a random number from 0 up to 1, of seed x and offset y",
+        "a random number in [0, 1), from seed x and offset y",
         "cutlass_ops.run.reference.uniform(x, y, M, N)",
         "cutlass_ops/random.h",
         (((_S, _S), _F),),
@@ -320,8 +318,8 @@ class IndexInfo(NamedTuple):
 
 # Leaves of a graph as well, of the type INDEX.
 INDICES: dict[str, IndexInfo] = {
-    "row_index": IndexInfo("the row of D, from 0 on", "torch.arange(M)[:, None]"),
-    "column_index": IndexInfo("the column of D, from 0 on", "torch.arange(N)"),
+    "row_index": IndexInfo("the row of D, counted from 0", "torch.arange(M)[:, None]"),
+    "column_index": IndexInfo("the column of D, counted from 0", "torch.arange(N)"),
 }
 
 
@@ -367,17 +365,17 @@ REDUCTIONS: dict[str, ReductionInfo] = {
     "sum": ReductionInfo("Σ x", "x.sum(dim)", vjp="g"),
     "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)", vjp="g * (x + x)"),
     "max": ReductionInfo(
-        "the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf, vjp="where(place == at, g, 0)"
+        "the greatest x; NaN if any x is NaN", "x.amax(dim)", empty=-math.inf, vjp="where(place == at, g, 0)"
     ),
     "min": ReductionInfo(
-        "the least x; NaN if any is",
+        "the least x; NaN if any x is NaN",
         "x.amin(dim)",
         empty=math.inf,
         header=_REDUCTIONS,
         vjp="where(place == at, g, 0)",
     ),
     "argmax": ReductionInfo(
-        "where the greatest x is, the first if several are; the first NaN if any is",
+        "the index of the greatest x, the first of equal ones; of the first NaN if there is one",
         "x.argmax(dim).int()",
         "i32",
         -1,
@@ -385,7 +383,7 @@ REDUCTIONS: dict[str, ReductionInfo] = {
         True,
     ),
     "argmin": ReductionInfo(
-        "where the least x is, the first if several are; the first NaN if any is",
+        "the index of the least x, the first of equal ones; of the first NaN if there is one",
         "x.argmin(dim).int()",
         "i32",
         -1,
