@@ -181,7 +181,7 @@ def text(result: Result) -> str:
     """Return the part of docs/types.md."""
     parts = [over_k.head(result)]
     for values in VALUES:
-        parts += [f"Values {values}; in brackets PyTorch's:", errors_table(result["rows"], values)]
+        parts += [f"Errors with {values} values; PyTorch's in brackets:", errors_table(result["rows"], values)]
     return "\n\n".join([*parts, "![Errors over K](types/accuracy.svg)"])
 
 

@@ -138,13 +138,14 @@ def text(rows: Sequence[Row]) -> str:
     """Return the part of the document."""
     return f"""{contract(rows)}
 
-The peak is BF16's, by the relative rates of the instructions; NVIDIA gives 67 TFLOP/s for FP64. The rest is of
-`benchmarks/bench_types.py` on an H200, with A and B along K: the highest rate, also as a part of the peak, and the
-speed-up over the fastest of PyTorch's ways, as the geometric mean over cases and shapes (their number in brackets) and
-the worst of them.
+*Peak* is BF16's peak times the relative rate of the instruction; NVIDIA gives 67 TFLOP/s for FP64. The last three
+columns come from `benchmarks/bench_types.py` on an H200, with A and B along K. *Most measured* is the highest rate,
+also in percent of the peak. *Against PyTorch* is the time of PyTorch's fastest implementation over ours (above 1, ours
+is faster): the geometric mean over cases and shapes, with their number in brackets. *Worst* is the worst of them.
 
 M, N and K may have any size, including 0. A and B are row- or column-major. The table shows the instruction on Hopper
-at M = N = K = 4096. Lines begin at multiples of 16 bytes; in the last two columns, only at multiples of one element:
+at M = N = K = 4096. Lines begin at multiples of 16 bytes; in the last two columns (odd lines), at multiples of one
+element:
 
 {layouts(HOPPER)}
 
