@@ -60,7 +60,7 @@ INTRODUCTION = """\
 
 <!-- Written by benchmarks/report.py from benchmarks/results. Do not edit: change those, and run it again. -->
 
-This page compares GEMMs with a fused epilogue with the same computation by others.
+This page compares our GEMMs with fused epilogues with other implementations of the same computation, the *peers*.
 
 **A ratio is the peer's time over ours: above 1, ours is faster.**
 
@@ -69,27 +69,27 @@ How a ratio is measured:
 - Each call is captured in a CUDA graph, so host time is not part of it.
 - Inputs rotate, so the L2 cache is not warm.
 - Each round replays ours and all peers, in random order.
-- The peer is the one with the lowest median time at that shape.
+- The ratio of a shape is the one to the peer with the lowest median time there.
 - A ratio is formed within a round. Tables give the median over the rounds, and the range.
-- The median of the ratios is not exactly the quotient of the two median times.
+- So a ratio is not exactly the quotient of the two median times.
 
 | Peer | What it runs |
 | --- | --- |
-| `cublaslt` | `torch._addmm_activation`: cuBLASLt's epilogue of bias and activation. Another kernel adds a residual. |
+| `cublaslt` | `torch._addmm_activation`: cuBLASLt's epilogue of bias and activation. A second kernel adds a residual. |
 | `eager` | One PyTorch operation after another. A plain GEMM is then one call of cuBLAS. |
 | `compile` | `torch.compile` of these operations, with max-autotune. |
 
 | Set | Shapes ([shapes.py](../benchmarks/shapes.py)) |
 | --- | --- |
-| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are also tuned on these. |
+| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. Tables are tuned on these and others. |
 | grid, held out | The grid. Each half is served as if only the other half had been tuned. |
 | unseen | Weights and numbers of rows that were not tuned. |
 | last | Problems drawn at random after tables and model were finished. |
 | decode | Weights of 200 MB and more, with up to 64 rows. |
-| misaligned | N or K that is not a multiple of 16 bytes; also N = 1000 and K = 1000, which are. |
+| misaligned | N or K that is not a multiple of 16 bytes; also N = 1000 and K = 1000, which are multiples. |
 
-*Were the epilogue free* is the geometric mean if ours took no longer than our GEMM without an epilogue. That GEMM is
-timed in the same rounds. The rest of a loss is due to the GEMM, not the epilogue.
+*With a free epilogue* is the geometric mean that we would reach if the epilogue took no time. It uses the time of our
+GEMM without an epilogue, from the same rounds. If this is a loss too, the GEMM is its cause, not the epilogue.
 
 – means: not measured.
 
@@ -97,7 +97,7 @@ timed in the same rounds. The rest of a loss is due to the GEMM, not the epilogu
 python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; see --help
 python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
 python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without a GPU
-python benchmarks/stale.py  # rows to measure again, since dispatch has another kernel; without a GPU
+python benchmarks/stale.py  # rows to measure again, since dispatch chooses another kernel; without a GPU
 python benchmarks/report.py  # this document, without a GPU
 ```
 
@@ -183,7 +183,7 @@ def summary_table(cases: dict[Case, list[Row]]) -> str:
         means = (f"{found['geomean']:.4f}", "–" if most is None else f"{most:.4f}")
         lines.append((of.set, of.op, of.dtype, of.layout, count, *means, worst_text, *ones))
     header = (
-        "set", "op", "dtype", "layout", "shapes", "geometric mean", "were the epilogue free", "worst ratio", "≥ 1.0",
+        "set", "op", "dtype", "layout", "shapes", "geometric mean", "with a free epilogue", "worst ratio", "≥ 1.0",
         "≥ 0.99",
     )  # fmt: skip
     return table(header, lines, text=header[:4])
@@ -347,13 +347,13 @@ def host_section(path: Path, out: Path) -> list[str]:
 
     kernels = [(row["problem"], f"`{row['kernel']}`") for row in rows]
     lines = [(call, *times(call)) for call in rows[0]["us"]]
-    quotients = [(name, *(f"{row[key]:.3f}" for row in rows)) for name, key in ratios.items()]
+    quotients = [(name, *(_quotient(row[key]) for row in rows)) for name, key in ratios.items()]
     return [
         f"## Host time: {data['chip']}, {data['date']}",
         f"{environment(data)}. Raw results: [{path.name}]({link(path, out)}).",
         "The time to enqueue one warm call, in µs: the median over the rounds, and the range. The problems are too "
-        "small to fill the queue. A ratio is our time over the other's, formed within a round: below 1, our call costs "
-        "less.",
+        "small to fill the queue. Here a ratio is our time over the other's, formed within a round: below 1, our call "
+        "costs less. Losses are bold.",
         table(("problem", "our kernel"), kernels, text=["problem", "our kernel"]),
         table(("call", *problems), lines, text=["call"]),
         table(("ratio", *problems), quotients, text=["ratio"]),
@@ -361,6 +361,11 @@ def host_section(path: Path, out: Path) -> list[str]:
         f"Importing the library and calling one op raises the peak of the process's host memory by "
         f"{data['host_memory_mib']} MiB. PyTorch and CUDA already run, and the kernel is in the store.",
     ]
+
+
+def _quotient(ratio: float) -> str:
+    """Return our host time over another's, in bold if ours is the longer."""
+    return f"**{ratio:.3f}**" if ratio > 1 else f"{ratio:.3f}"
 
 
 def forms_tables(data: dict[str, Any]) -> list[str]:
@@ -375,10 +380,10 @@ def forms_tables(data: dict[str, Any]) -> list[str]:
     def cells(form: dict[str, Any]) -> list[str]:
         times = [form["us"].get(call) for call in calls.values()]
         found = ["–" if x is None else "{:.2f} ({:.2f} to {:.2f})".format(*x) for x in times]
-        return [*found, *("–" if form.get(key) is None else f"{form[key]:.3f}" for key in ratios.values())]
+        return [*found, *("–" if form.get(key) is None else _quotient(form[key]) for key in ratios.values())]
 
     return [
-        f"Every form of call, on {data['processors']} cores of {data['processor']}, against PyTorch's for the same "
+        f"Every form of call, on {data['processors']} cores of {data['processor']}, against PyTorch for the same "
         "result. *Prepared* is a launch of `co.prepare_launch`, which has its own `out`.",
         table(("form", *calls, *ratios), [(form["form"], *cells(form)) for form in forms], text=["form"]),
     ]

@@ -84,7 +84,7 @@ def rmsnorm(data: Row) -> str:
         "compile",
         "best peer",
         "range",
-        "were the norm free",
+        "with a free norm",
         "kernel",
     )
     cells = []
@@ -201,9 +201,9 @@ TARGETS: Sequence[Target] = (
     Target(
         "`rmsnorm_gemm`, N = 6144, M ≥ 1024: ratio to the best peer ≥ 1.10",
         "rmsnorm_h100.json", lambda r: r["n"] == 6144 and r["m"] >= 1024, best, _at_least(1.10),
-        "The column *were the norm free* shows what our GEMM leaves to gain. PyTorch's norm is one pass over x:\n"
-        "at most a tenth of the time of so narrow a GEMM. Both GEMMs, ours and cuBLASLt's, run at the chip's\n"
-        "power limit.",
+        "The column *with a free norm* shows the ratio that we would reach if the norm took no time. PyTorch's norm\n"
+        "is one pass over x, which takes at most a tenth of the time of so narrow a GEMM. Both GEMMs, ours and\n"
+        "cuBLASLt's, run at the chip's power limit.",
     ),
     Target(
         "`rmsnorm_gemm`, N = 28672, M ≥ 1024: ratio ≥ 1.02",
@@ -212,15 +212,15 @@ TARGETS: Sequence[Target] = (
     Target(
         "`rmsnorm_gemm`, M < 1024: ratio ≥ 1.05",
         "rmsnorm_h100.json", lambda r: r["m"] < 1024, best, _at_least(1.05),
-        "Our kernel and PyTorch's read the weight once. Nothing else takes time. For one row, torch.compile's\n"
-        "generated kernel does what ours does. Little of the memory's bandwidth is left to gain.",
+        "Our kernel and PyTorch's read the weight once, which takes nearly all of the time. For one row,\n"
+        "torch.compile's generated kernel does what ours does. Both are near the memory's bandwidth.",
     ),
     Target(
         "`rmsnorm_gemm`, M ≥ 1024: time over that of our GEMM without the norm ≤ 1.02",
         "rmsnorm_h100.json", lambda r: r["m"] >= 1024, own_gemm, lambda value: value <= 1.02,
         "The idle warps that compute the means share issue slots and the L2 cache with the main loop. The last\n"
-        "epilogues wait for them. Reading x is a third of the cost: kernels with constants for means show it. The\n"
-        "two ops also have tables of their own, and the tuner did not always find the same kernel for both. Races\n"
+        "epilogues wait for them. Reading x is a third of the cost, as kernels with constants for the means show.\n"
+        "The two ops also have tables of their own, and the tuner did not always find the same kernel for both. Races\n"
         "in which the chip rests in every second round found nothing faster (benchmarks/NOTES.md).",
     ),
     Target(
@@ -297,21 +297,21 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "RMSNorm + GEMM",
         "rmsnorm_h100.json",
         "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over our time\n"
-        "without. *Were the norm free* is the best peer's time over our time without the norm.",
+        "without. *With a free norm* is the best peer's time over our time without the norm.",
         rmsnorm,
     ),
     (
         "RMSNorm + GEMM on an H200",
         "rmsnorm_h200.json",
-        "The same on a chip without a table of norms. The H100's table of norms and the H200's tables of other\n"
-        "epilogues choose the kernels.",
+        "The same on an H200, for which there is no table of norms. The H100's table of norms and the H200's tables\n"
+        "of other epilogues choose the kernels.",
         rmsnorm,
     ),
     (
         "RMSNorm + GEMM at unseen shapes",
         "rmsnorm_unseen_h100.json",
-        "Weights and numbers of rows that were not tuned. The shapes that lose have one wave of tiles. Their\n"
-        "epilogues wait until idle warps have read all rows: *over own GEMM* shows for how long.",
+        "Weights and numbers of rows that were not tuned. The shape that loses has one wave of tiles. Its epilogues\n"
+        "wait until idle warps have read all rows: *over own GEMM* shows for how long.",
         rmsnorm,
     ),
     (
@@ -323,8 +323,9 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "Ways to a row's statistic",
         "rmsnorm_h100.json",
-        "Each time is over that of our GEMM without a norm. `statistic` gets the sums of squares from the\n"
-        "previous GEMM. The other three compute them from x, with the same tiles. – means: not legal.",
+        "Each number is a time over that of our GEMM without a norm: above 1, it is slower. `statistic` gets the\n"
+        "sums of squares from the previous GEMM. The other three compute them from x, with the same tiles.\n"
+        "– means: not legal.",
         ways,
     ),
     (
@@ -356,8 +357,8 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "A decoder layer",
         "layer_h100.json",
         "A layer of Llama-3.1-8B in BF16: [transformer_block.py](../examples/transformer_block.py) against the\n"
-        "one of transformers. *Statistic passed on* is the variant in which `gemm_residual_rms` passes the norm's\n"
-        "statistic on.",
+        "one of transformers. *Statistic passed on* is a variant in which `gemm_residual_rms` passes on the\n"
+        "norm's statistic; the number is its time over ours.",
         layer,
     ),
     (
@@ -371,7 +372,9 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "Accuracy",
         "accuracy_rmsnorm_h100.json",
-        "Relative errors against float64, in the Frobenius norm. The ratio is ours over PyTorch's, of two operations.",
+        "Relative errors against float64, in the Frobenius norm. The ratio is our error over that of PyTorch's two\n"
+        "operations, a norm and a linear layer. If a row's mean is large, `layernorm_gemm` loses digits, and the\n"
+        "ratio is far above 1: [rmsnorm.md](rmsnorm.md) gives the limits.",
         accuracy,
     ),
 )
