@@ -77,7 +77,7 @@ def distributions() -> list[Distribution]:
             here = list(_distributions(packages, stem))
         except Exception as exc:  # whatever importlib.metadata makes of files that are damaged
             warn_once(
-                f"the kernels in {packages / NAMESPACE / stem} are not used: what the installer noted of them cannot "
+                f"the kernels in {packages / NAMESPACE / stem} are not used: their metadata cannot "
                 f"be read ({type(exc).__name__}: {exc}). Install them again, or remove that folder"
             )
             continue

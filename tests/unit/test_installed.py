@@ -174,7 +174,7 @@ def test_what_an_installer_noted_is_damaged(tmp_path, name, data):
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(4)]), "b-kernels")
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-kernels")
     (tmp_path / "site" / "a_kernels-1.2.dist-info" / name).write_bytes(data)
-    with pytest.warns(RuntimeWarning, match=r"a_kernels are not used: what the installer noted of them cannot be read"):
+    with pytest.warns(RuntimeWarning, match=r"a_kernels are not used: their metadata cannot be read"):
         assert Bundles.current().find(sm80_spec(4)).origin == "installed with b-kernels 1.2"
     assert Bundles.current().find(sm80_spec(3)) is None
 
