@@ -1,11 +1,11 @@
-"""The epilogue language: every operation, and what an epilogue function's parameters are annotated with.
+"""The epilogue language: every operation, and the annotations of an epilogue function's parameters.
 
 >>> @co.epilogue
 ... def swish(acc, bias: co.e.Row):
 ...     return co.e.silu(acc + bias)
 
-Some operations have names that Python has too: ``abs``, ``max``, ``sum``. They stand here, and not among what
-``from cutlass_ops import *`` imports. ``cutlass_ops.relu`` and its like work as well.
+Some operations have the names of Python built-ins: ``abs``, ``max``, ``sum``. So ``from cutlass_ops import *`` does not
+import the operations. ``cutlass_ops.relu`` and the others are the same functions.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def gemm(a: Any, b: Any, *, epilogue: Epilogue | None = None, out_dtype: Any = N
     b : jax.Array
         (K, N), the same dtype, row-major as JAX's arrays are.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D = A @ B.
+        A function decorated with :func:`cutlass_ops.epilogue`. Default: D = A @ B.
     out_dtype : dtype, optional
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs

@@ -82,7 +82,7 @@ class BundledKernel(Artifact):
 
 
 class Bundle:
-    """An open bundle. Its manifest is checked when it is opened, each file when it is read.
+    """An open bundle. The manifest is checked when the bundle is opened, each file when it is read.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class Bundle:
         return tuple(r.spec.config for r in group.kernels if r.runs_on(capability)) if group else ()
 
     def choice(self, signature: OpSignature, capability: tuple[int, int], n: int, k: int) -> Choice | None:
-        """Return which kernel runs which M for a weight, or None if the bundle stores no choice for it."""
+        """Return which kernel serves which numbers of rows for a weight; None if the bundle has no choice for it."""
         group = self._groups.get(signature)
         here = (c for c in (group.choices if group else ()) if (c.capability, c.n, c.k) == (capability, n, k))
         return next(here, None)

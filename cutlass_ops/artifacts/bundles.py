@@ -79,7 +79,7 @@ class Bundles(Part):
         BundleError
             If it cannot be used.
         TypeError, ValueError, OSError
-            If a public key cannot be read, or the minimum version is none.
+            If a public key cannot be read, or the minimum version is not a positive integer.
         """
         keys = env.bundle_keys() if public_key is None else public_key
         least = env.bundle_version() if minimum_version is None else minimum_version
@@ -276,34 +276,35 @@ def _installed(keys: tuple[Path, ...] | None, least: int | None) -> Installed:
 def load_bundle(
     path: str | os.PathLike[str], *, public_key: PublicKeys | None = None, minimum_version: int | None = None
 ) -> Bundle:
-    """Have calls served by a bundle's kernels: for the signatures that it has, these and no others are picked.
+    """Load a bundle: calls with its signatures then run its kernels, and no others.
 
-    Nothing is loaded into the process yet; each kernel's SHA-256 is checked before it is. Of several bundles the last
-    loaded comes first, and those of ``CUTLASS_OPS_BUNDLES`` after all of them, in their order.
+    No kernel is loaded into the process yet; each one's SHA-256 is checked before it is. Of several bundles, the last
+    one loaded comes first. Those of ``CUTLASS_OPS_BUNDLES`` come after them, in their order.
 
     Parameters
     ----------
     path : path
         The archive or the folder that ``cutlass-ops bundle`` made.
     public_key : path or iterable of path, optional
-        PEM files of Ed25519 keys, of which one must have signed it; by default ``CUTLASS_OPS_BUNDLE_KEY``, and without
-        that no signature is asked for. As with a bundle, nobody else may be able to write them.
+        PEM files of Ed25519 public keys, one of which must have signed the bundle. Default: those of
+        ``CUTLASS_OPS_BUNDLE_KEY``; if that is unset, no signature is required. Like a bundle, the files must not be
+        writable by other users.
     minimum_version : int, optional
-        The version that it must have at least, which its catalogue gave it: an older bundle is signed as well. By
-        default ``CUTLASS_OPS_BUNDLE_VERSION``, and without that any version is accepted, and none.
+        The lowest version that is accepted, as set in the catalogue: old bundles are signed too. Default:
+        ``CUTLASS_OPS_BUNDLE_VERSION``; if that is unset, any bundle is accepted, with or without a version.
 
     Returns
     -------
     Bundle
-        What was opened.
+                The opened bundle.
 
     Raises
     ------
     BundleError
-        If it is not safe to read, not whole, not signed as it should be, older than it must be, or made for another
+        If the bundle is not safe to read, incomplete, not signed as required, older than required, or made for another
         version of this library.
     TypeError, ValueError, OSError
-        If a public key cannot be read, or the minimum version is none.
+        If a public key cannot be read, or the minimum version is not a positive integer.
 
     Examples
     --------

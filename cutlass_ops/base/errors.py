@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class CutlassOpsError(Exception):
-    """Base of every error type that this library defines."""
+    """Base class of this library's own errors. Wrong arguments raise ``ValueError`` or ``TypeError`` instead."""
 
     def __str__(self) -> str:
         # Python reads a path that is not UTF-8 with surrogate characters, which cannot be printed.
@@ -20,11 +20,11 @@ class EpilogueError(CutlassOpsError, ValueError):
 
 
 class ConfigError(CutlassOpsError, ValueError):
-    """A declaration breaks a hardware limit. ``check()`` lists the reasons."""
+    """A declaration breaks a rule. The message lists each; ``check()`` returns them."""
 
 
 class UnsupportedError(CutlassOpsError):
-    """The request is valid, but this library has no kernel for it on this device."""
+    """The call is valid, but this library has no kernel for it on this device."""
 
 
 class ToolchainError(CutlassOpsError):
@@ -48,7 +48,7 @@ class BundleError(LoadError):
 
 
 class MissingKernelError(CutlassOpsError):
-    """No bundle and no store has the kernel, and compiling is off or impossible."""
+    """A kernel is in no bundle and no store, and compiling is switched off or impossible."""
 
 
 class NoDeviceError(CutlassOpsError):
@@ -56,4 +56,4 @@ class NoDeviceError(CutlassOpsError):
 
 
 class MeasuringError(CutlassOpsError):
-    """Measuring failed as a whole, not for a single kernel."""
+    """Measuring failed as a whole, not because of a single kernel."""

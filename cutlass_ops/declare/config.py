@@ -66,7 +66,7 @@ class KernelConfig:
     Raises
     ------
     ConfigError
-        If a field has a value of another type, or a name that means nothing.
+        If a field has a value of the wrong type, or an unknown name.
     """
 
     arch: ClassVar[str]
@@ -92,7 +92,7 @@ class KernelConfig:
         return False
 
     def refuses(self, order: TileOrder) -> str | None:
-        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        """Return why a launch cannot visit the tiles in an order; None if it can."""
         return None if order == USUAL_ORDER else "its tiles have one order"
 
     def usual_order(self, problem: Problem) -> TileOrder:
@@ -170,7 +170,7 @@ class ThreadblockShape(_Extents):
     Raises
     ------
     ConfigError
-        If an extent is anything but a positive integer.
+        If an extent is not a positive integer.
 
     Examples
     --------
@@ -186,7 +186,7 @@ class WarpShape(_Extents):
     Raises
     ------
     ConfigError
-        If an extent is anything but a positive integer.
+        If an extent is not a positive integer.
 
     Examples
     --------
@@ -202,7 +202,7 @@ class InstructionShape(_Extents):
     Raises
     ------
     ConfigError
-        If an extent is anything but a positive integer.
+        If an extent is not a positive integer.
 
     Examples
     --------
@@ -218,7 +218,7 @@ class ClusterShape(_Shape):
     Raises
     ------
     ConfigError
-        If an extent is anything but a positive integer.
+        If an extent is not a positive integer.
 
     Examples
     --------
@@ -271,21 +271,21 @@ def _taking_order(*names: str) -> Callable[[_Class], _Class]:
 @hashed_once
 @dataclass(frozen=True, repr=False)
 class Sm80Config(KernelConfig):
-    """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
+    """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for sm_80 and every later target.
 
     Attributes
     ----------
     threadblock, warp, instruction
         Tile shapes in elements.
     stages : int
-        Shared-memory pipeline stages; 2 means loads through registers, 3 and more ``cp.async``.
+        Pipeline stages in shared memory. With 2, loads go through registers; with 3 or more, by ``cp.async``.
     stream_k : bool
-        Split the work of the last wave along K over all multiprocessors.
+        Whether the last wave's work is split along K over all multiprocessors.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type.
+        If a field has a value of the wrong type.
 
     Examples
     --------
@@ -316,11 +316,11 @@ class Sm80Config(KernelConfig):
 
     @property
     def whole_k(self) -> bool:
-        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        """Whether one thread block adds up all of a tile's K in order. All such kernels give the same bits."""
         return not self.stream_k
 
     def refuses(self, order: TileOrder) -> str | None:
-        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        """Return why a launch cannot visit the tiles in an order; None if it can."""
         alike = order.raster == USUAL_ORDER.raster and not order.by_gpc
         return None if alike else "strips run along M; only swizzle can be chosen"
 
@@ -337,41 +337,42 @@ class Sm90Config(KernelConfig):
         The CTA tile in elements, in the kernel's own orientation: with ``swap_ab`` its M side runs along the
         problem's N.
     cluster : ClusterShape
-        Thread blocks that share operand tiles by multicast.
+        Thread blocks that share operand tiles by TMA multicast.
     schedule : str
-        ``"pingpong"`` (two consumer warpgroups on two tiles), ``"cooperative"`` (two on one tile) or
-        ``"warp_specialized"`` (one, not persistent).
+        ``"pingpong"`` (two consumer warpgroups, each with its own tile), ``"cooperative"`` (two that share a tile) or
+        ``"warp_specialized"`` (one; not persistent).
     scheduler : str
         ``"persistent"`` or ``"stream_k"``.
     stages : int or None
-        Shared-memory pipeline stages; None means as many as fit.
+        Pipeline stages in shared memory; None means as many as fit.
     resident : int
-        Thread blocks for which a multiprocessor has room at the same time. With 2, each has half of the shared memory,
-        and so half of the stages. For a matrix that is read once, by more tiles than there are multiprocessors: none
-        then begins only when another has ended. A persistent kernel has one block on each multiprocessor anyway.
+        Thread blocks that fit on a multiprocessor at the same time. With 2, each has half of the shared memory, and so
+        half of the stages. This helps if there are more tiles than multiprocessors and each operand is read once: a
+        second block then need not wait for the first to end. Only for ``"warp_specialized"``.
     swap_ab : bool
-        Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
+        Whether the kernel computes D^T = B^T A^T: N then runs along the instruction's fixed side of 64 rows. For few
+        rows.
     split_k : int
-        Thread blocks of a cluster that share one tile, each with a part of K; they add the parts up through distributed
-        shared memory, always in the same order. For few tiles with a long K. Such a kernel is not persistent, and its
-        cluster has no other blocks.
+        Thread blocks of a cluster that share one tile, each with a part of K. They add up the parts through distributed
+        shared memory, always in the same order. For few tiles with a long K. Such a kernel is not persistent, and these
+        blocks are the whole cluster.
     means : str
-        Where means of A's rows are from, if an epilogue takes any. ``"gathered"``: the main loop reads each tile of A
-        once more for them, which is free for few rows. ``"beside"``: idle warps of the kernel read each row once while
-        the others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel takes them
-        before, and the epilogue waits for its end.
+        How means of A's rows are computed, if the epilogue uses any. ``"gathered"``: the main loop reads each tile of A
+        once more, which costs little for few rows. ``"beside"``: idle warps of the kernel read each row once while the
+        others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel computes them
+        before the GEMM, and the epilogue waits until it has ended.
     realign : bool
-        Whether A or B, or both, lie as they cannot be read: their address or leading dimension is no multiple of 16
-        bytes, which TMA needs; or they are TF32 or INT8 and lie across K. A small kernel then copies them ahead of the
-        GEMM, into workspace, to lines that are aligned, and of these types along K.
+        Whether a small kernel first copies A or B, or both, to aligned lines in a workspace. Needed if an address or
+        leading dimension is not a multiple of 16 bytes, as TMA requires, or if TF32 or INT8 operands are not contiguous
+        along K.
     accumulation : str
         How FP8 products are added up along K. ``"fast"``: by the Tensor Cores alone, which keep fewer bits than FP32.
-        ``"promoted"``: they add up 128 at a time, and the threads add these sums up in FP32.
+        ``"promoted"``: the Tensor Cores add up 128 products at a time, and the threads add up these sums in FP32.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type, or a name that means nothing.
+        If a field has a value of the wrong type, or an unknown name.
 
     Examples
     --------
@@ -397,7 +398,7 @@ class Sm90Config(KernelConfig):
 
     @property
     def ordered(self) -> bool:
-        """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
+        """Whether a launch may choose the order of tiles: only of a persistent kernel that does not split K."""
         return self.schedule != "warp_specialized" and self.whole_k
 
     @property
@@ -407,12 +408,12 @@ class Sm90Config(KernelConfig):
 
     @property
     def whole_k(self) -> bool:
-        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        """Whether one thread block adds up all of a tile's K in order. All such kernels give the same bits."""
         return self.scheduler == "persistent" and self.split_k == 1
 
     @property
     def side_by_side(self) -> bool:
-        """Whether the two warpgroups of a cooperative tile share its columns: where it has an odd number of 64 rows."""
+        """Whether the two warpgroups of a cooperative tile share its columns: if M is an odd multiple of 64."""
         return self.schedule == "cooperative" and self.threadblock.m % 128 != 0
 
     @property
@@ -422,13 +423,13 @@ class Sm90Config(KernelConfig):
         return tile if self.split_k == 1 else replace(tile, n=max(1, tile.n // self.split_k))
 
     def refuses(self, order: TileOrder) -> str | None:
-        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        """Return why a launch cannot visit the tiles in an order; None if it can."""
         if self.ordered or not order.by_gpc:
             return None
         return "by_gpc needs a persistent kernel that does not split K"
 
     def usual_order(self, problem: Problem) -> TileOrder:
-        """Return the order of tiles for a problem, where none was measured. Each of its GEMMs has the same.
+        """Return the order of tiles for a problem for which none was measured. All GEMMs of the problem have the same.
 
         An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that
         crosses it. The order with the fewest such reads comes first. Otherwise neighbours share the operand that the
@@ -493,11 +494,11 @@ def _ceil(x: int, y: int) -> int:
 @hashed_once
 @dataclass(frozen=True, repr=False)
 class GemvConfig(KernelConfig):
-    """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.
+    """A kernel for few rows of A, which loads without TMA, for sm_80 and every later target.
 
-    With up to four rows, each warp multiplies them by one column of B, all of whose K it reads, in FP32 arithmetic.
-    With eight or sixteen, a thread block has sixteen columns, its warps share K, and ``mma.sync`` multiplies. It serves
-    any number of rows, but reads B again for each ``rows`` of them.
+    With up to four rows, each warp multiplies them by one column of B along all of K, in FP32 arithmetic. With eight or
+    sixteen rows, a thread block has sixteen columns, its warps share K, and ``mma.sync`` multiplies. The kernel serves
+    any number of rows, but reads B again for every ``rows`` of them.
 
     Attributes
     ----------
@@ -506,13 +507,13 @@ class GemvConfig(KernelConfig):
     warps : int
         Warps of a thread block.
     pieces : int
-        Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
-        each of two.
+        Loads of 16 bytes from a column of B that a thread has in flight at a time; with eight rows or more, from each
+        of two columns.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type.
+        If a field has a value of the wrong type.
 
     Examples
     --------
@@ -530,7 +531,7 @@ class GemvConfig(KernelConfig):
 
     @property
     def by_tile(self) -> bool:
-        """Whether a thread block's warps share its columns, which Tensor Cores multiply."""
+        """Whether the warps of a thread block share its columns, and Tensor Cores multiply."""
         return self.rows >= 8
 
     @property
@@ -542,7 +543,7 @@ class GemvConfig(KernelConfig):
 
     @property
     def whole_k(self) -> bool:
-        """Whether it rounds as the kernels do that add up a tile's K first to last: no, lanes share K."""
+        """Whether one thread block adds up all of a tile's K in order. False: lanes share K."""
         return False
 
     @property
@@ -554,24 +555,24 @@ class GemvConfig(KernelConfig):
 @hashed_once
 @dataclass(frozen=True, repr=False)
 class SmallConfig(KernelConfig):
-    """A kernel of ``mma.sync`` for batches of small GEMMs, for Sm80 and every later target.
+    """An ``mma.sync`` kernel for batches of small GEMMs, for sm_80 and every later target.
 
-    Each warp computes tiles of its own and loads the operands of its next ones meanwhile. Operands may have any
-    alignment. It serves larger GEMMs too, but reads A and B once for each tile.
+    Each warp computes its own tiles, and meanwhile loads the operands of its next ones. Operands may have any
+    alignment. The kernel serves larger GEMMs too, but reads A and B again for each tile.
 
     Attributes
     ----------
     threadblock : ThreadblockShape
         Rows and columns of a warp's tile, and how much of K it loads at a time.
     stages : int
-        How many of these loads a warp has in shared memory, those on their way included.
+        Pipeline stages of each warp in shared memory, loads in flight included.
     warps : int
-        Warps of a thread block, which share nothing.
+        Warps of a thread block. They share no data.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type.
+        If a field has a value of the wrong type.
 
     Examples
     --------
@@ -588,7 +589,7 @@ class SmallConfig(KernelConfig):
 
     @property
     def whole_k(self) -> bool:
-        """Whether one warp adds up all of a tile's K, first to last. All such kernels round alike."""
+        """Whether one warp adds up all of a tile's K in order. All such kernels give the same bits."""
         return True
 
     @property
@@ -600,20 +601,21 @@ class SmallConfig(KernelConfig):
 @hashed_once
 @dataclass(frozen=True, repr=False)
 class PointwiseConfig(KernelConfig):
-    """A kernel for an epilogue that reads no product, for Sm80 and every later target.
+    """A kernel for an epilogue that does not read the accumulator, for sm_80 and every later target.
 
-    Each warp has rows of 256 columns, of which a thread reads and writes eight at a time. It is as fast as memory
-    where an element takes few operations.
+    Each warp has rows of 256 columns, of which a thread reads and writes eight at a time. The kernel is limited by
+    memory bandwidth if each element takes few operations.
 
     Attributes
     ----------
     rows : int
-        Rows of each of a thread block's eight warps. Reductions of columns have a part for each thread block.
+        Rows of each of a thread block's eight warps. In a reduction over columns, each thread block gives one partial
+        result.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type.
+        If a field has a value of the wrong type.
 
     Examples
     --------
@@ -635,7 +637,7 @@ class PointwiseConfig(KernelConfig):
 
     @property
     def whole_k(self) -> bool:
-        """Whether it rounds as the kernels do that add up a tile's K first to last: it adds up nothing."""
+        """Whether one thread block adds up all of a tile's K in order. This kernel adds up nothing."""
         return False
 
     @property

@@ -26,13 +26,13 @@ class TileOrder:
     Attributes
     ----------
     raster : {"heuristic", "along_m", "along_n"}
-        Along which of the kernel's own sides strips of tiles run. ``"heuristic"`` lets CUTLASS choose.
+        Along which side of the kernel's problem strips of tiles run. ``"heuristic"`` lets CUTLASS choose.
     swizzle : {1, 2, 4, 8}
-        Width of a strip, in clusters (Sm90) or tiles (Sm80).
+        Width of a strip of tiles, in clusters (Sm90) or tiles (Sm80).
     by_gpc : bool
-        Whether each GPC (graphics processing cluster) takes a run of consecutive tiles, so that its multiprocessors'
-        reads of one line are merged on their way to the L2 cache. It pays for problems of few waves. Such a launch does
-        not overlap with the kernel before it.
+        Whether each GPC (graphics processing cluster) takes consecutive tiles. Reads of one line by its multiprocessors
+        are then merged on their way to the L2 cache. This helps problems of few waves. Such a launch does not overlap
+        with the kernel before it.
 
     Raises
     ------

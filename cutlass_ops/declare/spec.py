@@ -59,16 +59,16 @@ class Operand:
     dtype : DType
         Element type.
     major : str
-        ``"row"`` if neighbours along the last dimension are adjacent in memory, ``"col"`` if those along the first are.
+        ``"row"`` if elements of a row are adjacent in memory, ``"col"`` if elements of a column are.
     alignment : int
-        Largest power of two, in elements and up to 16 bytes, that divides the address, every leading dimension and
-        the extent along the major dimension's accesses. 16 bytes is what TMA needs.
+        Alignment of every line in elements, a power of two of at most 16 bytes: it divides the address, every leading
+        dimension and the extent along which the tensor is contiguous. TMA needs 16 bytes.
     scaling : tuple of (int, int), optional
-        Rows and columns of the blocks of elements that share one FP32 scale, which the main loop applies; none by
-        default. A scale of the whole tensor, of a row or of a column is an input of the epilogue instead.
+        Rows and columns of a block of elements that share one FP32 scale, which the main loop applies; None by default.
+        Scales for the whole tensor, for rows or for columns are inputs of the epilogue instead.
     promoted : bool
-        Whether sums of products with it must be added up in FP32 every 128 of K. A and B of FP8 have it both or not at
-        all. Scales of blocks imply it.
+        Whether sums of FP8 products must be added up in FP32 after every 128 elements along K. Set it for both A and B
+        or for neither. Block scales imply it.
 
     Raises
     ------
@@ -114,7 +114,7 @@ class Operand:
         Raises
         ------
         TypeError
-            If it is not a text, a :class:`DType` or an operand.
+            If it is not a string, a :class:`DType` or an operand.
         ValueError
             If the text has another form, or an unknown dtype.
         """
@@ -210,7 +210,7 @@ class _Types(tuple[Operand, ...]):
 @hashed_once
 @dataclass(frozen=True, init=False, repr=False)
 class KernelSpec:
-    """One kernel: D = epilogue(A @ B, inputs), with everything that decides its code.
+    """A declaration of one kernel: D = epilogue(A @ B, inputs), with everything that affects its code.
 
     Parameters
     ----------
@@ -221,25 +221,25 @@ class KernelSpec:
     config : Sm80Config, Sm90Config, GemvConfig, SmallConfig or PointwiseConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
-        Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
-        a product B's type), other tiles D's type, and reductions FP32. Inputs are never FP8 or integers: beside such
-        a D they have D's usual dtype, BF16 for these operands.
+        Types of the epilogue's inputs and further outputs, by name. By default, inputs have D's dtype (a scalar FP32, a
+        product B's type), further tiles D's type, and reductions FP32. Inputs are never FP8 or integers: with such a D,
+        they are BF16 by default.
     target : str, optional
-        Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
+        Target of the machine code; by default sm_90a for an :class:`Sm90Config`, and sm_80 for the others.
     order : TileOrder, optional
-        The order in which the kernel, if called itself, visits its tiles. A launch argument: specs that differ in it
-        alone are equal.
+        The order in which calls of this kernel visit its tiles. It is a launch argument: specs that differ only in it
+        are equal.
     form : str or Form
-        How the GEMMs of one launch belong together: ``"dense"`` is one GEMM, ``"batched"`` one for each
-        batch, of A (..., M, K), B (..., K, N) and D (..., M, N).
+        ``"dense"`` is one GEMM. ``"batched"`` is one for each batch of A (..., M, K), B (..., K, N) and D (..., M, N).
+        ``"grouped"`` and ``"ragged_k"`` are for groups of rows (docs/grouped.md).
 
     Raises
     ------
     TypeError
         If an argument has the wrong type. The message names it and the right type.
     ValueError
-        If an operand or target cannot be parsed, a matrix has no major, ``inputs``/``outputs`` names something the
-        epilogue has not, or the configuration does not take the order.
+        If an operand or target cannot be parsed, a matrix has no major, ``inputs`` or ``outputs`` has a name that the
+        epilogue does not have, or the configuration does not support the order.
 
     Examples
     --------
@@ -301,7 +301,7 @@ class KernelSpec:
             object.__setattr__(self, name, value)
 
     def with_config(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
-        """Return the declaration with another configuration; the rest of it is not checked again.
+        """Return this declaration with another configuration. Only the configuration is checked again.
 
         Parameters
         ----------
@@ -344,7 +344,7 @@ class KernelSpec:
         return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON: equal specs give equal values. It omits the form where that is dense."""
+        """Return the canonical JSON: equal specs give equal values. A dense form is omitted."""
         values = {
             "a": str(self.a),
             "b": str(self.b),

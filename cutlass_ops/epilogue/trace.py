@@ -30,7 +30,7 @@ _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDiction
 # Not a frozen dataclass, which PyTorch's tracer takes apart.
 @dataclass(eq=False)
 class Epilogue:
-    """A traced epilogue function. Two are equal if their graphs are.
+    """A traced epilogue function. Two epilogues are equal if their graphs are equal.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Epilogue:
     function : function
         The function itself.
     token : str
-        What stands for this object in this process.
+        A name for this object, valid in this process.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class Epilogue:
 
     @staticmethod
     def by_token(token: str) -> Epilogue:
-        """Return the epilogue that has a token, as long as there is any reference to it."""
+        """Return the epilogue with a token, as long as something refers to it."""
         return _BY_TOKEN[token]
 
     @property
@@ -110,7 +110,7 @@ class Epilogue:
 
     @property
     def signature(self) -> inspect.Signature:
-        """The function's signature, the accumulator first."""
+        """The function's signature, with the accumulator first."""
         return inspect.signature(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,28 +191,28 @@ def _again(name: str, doc: str, graph: Any, place: tuple[str, str]) -> Epilogue:
 def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     """Turn a Python function into an epilogue, by tracing it once.
 
-    The first parameter is the FP32 accumulator; each further one is annotated :class:`Row`, :class:`Col`,
-    :class:`Tile`, :class:`Scalar`, :class:`Product` or :class:`Integer`. The function returns D's value, or a
-    dictionary with ``"d"`` and further outputs: values, each an (M, N) tensor, and reductions. It may return a tuple, D
-    first. Its further outputs are then called ``output1``, ``output2`` and so on, or as the function's annotation says:
-    a tuple of names, or a NamedTuple. D may be what :func:`cutlass_ops.e.quantize` gives, with its scales as
-    ``"d_scale"`` after it.
+    The first parameter is the FP32 accumulator (FP64 with FP64 operands). Each further parameter is annotated
+    :class:`Row`, :class:`Col`, :class:`Tile`, :class:`Scalar`, :class:`Product` or :class:`Integer`. The function
+    returns D's value, a dictionary with ``"d"`` and further outputs, or a tuple with D first. A further output is a
+    value, stored as an (M, N) tensor, or a reduction. In a tuple, further outputs are called ``output1``, ``output2``
+    and so on, unless the function's return annotation names them: a NamedTuple, or a tuple of names. If D is the result
+    of :func:`cutlass_ops.e.quantize`, its scales are the second output, ``"d_scale"``.
 
     Parameters
     ----------
     function : function
-        Defined with ``def``, without defaults. It runs once, now, and never again. Or a graph, as ``epilogue.graph`` is
-        one and as its method ``then`` makes one of two.
+        A function defined with ``def``, whose parameters have no defaults. It runs once, now, and never again. A graph
+        works too, such as ``epilogue.graph`` or the result of its method ``then``.
 
     Returns
     -------
     Epilogue
-        Immutable, hashable, equal to any other with the same graph.
+        Immutable and hashable. Two with the same graph are equal.
 
     Raises
     ------
     EpilogueError
-        If the function cannot be traced; the message shows the line and says what to do instead.
+        If the function cannot be traced. The message shows the line and says what to do instead.
 
     Examples
     --------
@@ -226,7 +226,7 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     >>> co.gemm(a, b, epilogue=swish_residual, bias=bias, residual=residual, scale=0.5).shape
     torch.Size([2, 3])
 
-    An annotation names what a tuple has:
+    A return annotation names the outputs in a tuple:
 
     >>> @co.epilogue
     ... def with_sums(acc) -> ("d", "row_sum"):
@@ -234,7 +234,7 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     >>> co.gemm(a, b, epilogue=with_sums).row_sum.tolist()
     [24.0, 24.0]
 
-    What cannot be traced is refused where the function is defined:
+    A function that cannot be traced is refused where it is defined:
 
     >>> @co.epilogue
     ... def leaky(acc):

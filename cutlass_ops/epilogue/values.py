@@ -302,7 +302,7 @@ class Symbol:
 
 
 class Value(Symbol):
-    """One element of an epilogue's computation, while the function is traced: FP32, unless :attr:`type` says otherwise.
+    """A value in an epilogue while the function is traced: FP32, unless :attr:`type` says otherwise.
 
     Examples
     --------
@@ -393,7 +393,7 @@ class Value(Symbol):
 
     @property
     def type(self) -> Type:
-        """What it is: an FP32 value, a truth value, an index or a seed."""
+        """The type: an FP32 value, a truth value, an index or a seed."""
         return self.tracer.types[self.node]
 
     def __repr__(self) -> str:
@@ -412,7 +412,7 @@ class Computed(Value):
 
 
 class Reduction(Symbol):
-    """A reduction of a value over a row or a column of D: an output, and nothing to compute with.
+    """A reduction of a value over the rows or columns of D. It can only be an output: no operation takes it.
 
     Examples
     --------
@@ -487,7 +487,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 class Row(Value):
     """Annotation of an input with one value for each column of D, shape (N,): a bias.
 
-    Its dtype is FP16, BF16 or FP32.
+    Its dtype is FP16, BF16 or FP32, or FP64 with FP64 operands.
 
     Examples
     --------
@@ -506,7 +506,7 @@ class Row(Value):
 class Col(Value):
     """Annotation of an input with one value for each row of D, shape (M,): a scale for each token.
 
-    Its dtype is FP16, BF16 or FP32.
+    Its dtype is FP16, BF16 or FP32, or FP64 with FP64 operands.
 
     Examples
     --------
@@ -525,7 +525,7 @@ class Col(Value):
 class Tile(Value):
     """Annotation of an input of D's shape (M, N): a residual.
 
-    Its dtype is FP16, BF16 or FP32.
+    Its dtype is FP16, BF16 or FP32, or FP64 with FP64 operands.
 
     Examples
     --------
@@ -542,7 +542,7 @@ class Tile(Value):
 
 
 class Scalar(Value):
-    """Annotation of an input that is one value: a Python number or a 0-d tensor.
+    """Annotation of an input that is one number: a Python number, or a tensor of one element and any real dtype.
 
     Examples
     --------
@@ -559,9 +559,10 @@ class Scalar(Value):
 
 
 class Product(Value):
-    """Annotation of a second product of A: a call takes a matrix (K, N), and the function sees A @ matrix in FP32.
+    """Annotation of a second product: a call takes a matrix (K, N), and the function gets A @ matrix in FP32.
 
-    There is one at most. The matrix has A's dtype. Both weights are transposes, ``weight.t()``, of N a multiple of 8.
+    An epilogue has at most one. The matrix has B's dtype and major. Pass both weights (N, K) as transposes,
+    ``weight.t()``. For a 16-bit D, N is a multiple of 8.
 
     Examples
     --------
@@ -578,9 +579,9 @@ class Product(Value):
 
 
 class Integer(Value):
-    """Annotation of an input that is one whole number of 64 bits: a seed or an offset of :func:`cutlass_ops.e.uniform`.
+    """Annotation of an input that is a 64-bit integer: a seed or an offset of :func:`cutlass_ops.e.uniform`.
 
-    A call takes a Python int, or a tensor of one element of an integer dtype. One on the GPU is read there.
+    A call takes a Python int, or an integer tensor of one element. The kernel reads a GPU tensor on the device.
 
     Examples
     --------

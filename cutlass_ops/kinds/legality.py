@@ -59,7 +59,7 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     Parameters
     ----------
     spec : KernelSpec
-        Any declaration.
+        The declaration.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     Raises
     ------
     TypeError
-        If it is not a declaration.
+        If `spec` is not a KernelSpec.
 
     Examples
     --------

@@ -36,14 +36,14 @@ def source(spec: Declaration) -> str:
     Returns
     -------
     str
-        A ``.cu`` file that needs only the headers of CUTLASS, tvm-ffi and this library.
+        The text of a ``.cu`` file that needs only the headers of CUTLASS, tvm-ffi and this library.
 
     Raises
     ------
     ConfigError
         If the declaration is not legal. The message has the reasons, as :func:`check` returns them.
     TypeError
-        If it is not a declaration.
+        If `spec` is not a KernelSpec.
     ToolchainError
         If the package jinja2 is not installed.
 

@@ -1,7 +1,6 @@
-"""Modules whose forward and backward are fused GEMMs, and :func:`patch`, which gives them to a model that exists.
+"""Modules whose forward and backward are fused GEMMs, and :func:`patch`, which fuses the layers of an existing model.
 
-Parameters have the names and shapes of PyTorch's and Hugging Face's modules, so that their state_dicts load. Nothing
-else in the library imports this room, and importing the library does not import it.
+Parameters have the names and shapes of PyTorch's and Hugging Face's modules, so their state_dicts can be loaded.
 """
 
 from __future__ import annotations

@@ -57,30 +57,30 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DecoderBlock(torch.nn.Module):
-    """A decoder layer: RMSNorm, causal attention and a gated MLP, each with its residual in the last GEMM's epilogue.
+    """A decoder layer: RMSNorm, causal attention and a gated MLP. Epilogues of GEMMs add the residuals.
 
     Parameters are named as in Hugging Face's ``LlamaDecoderLayer`` and ``MistralDecoderLayer``, whose state_dicts load.
 
     Parameters
     ----------
     hidden_size, intermediate_size : int
-        Extents of x, and of what the gate multiplies.
+        Size of the last dimension of x, and of the gate.
     num_heads : int
-        Heads of queries.
+        Number of heads of queries.
     num_kv_heads : int, optional
-        Heads of keys and values; by default as many.
+        Number of heads of keys and values. Default: `num_heads`.
     head_dim : int, optional
-        By default ``hidden_size / num_heads``.
+        Size of a head. Default: ``hidden_size / num_heads``.
     eps : float
         The norms' eps.
     activation : str
         The gate's activation, as for :class:`Linear`.
     rope_theta : float
-        Base of the rotations' frequencies, if no `position_embeddings` are passed.
+        Base of the frequencies of the rotary embedding, if no `position_embeddings` are passed.
     bias : bool
         Whether the attention's layers have biases.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Examples
     --------
@@ -129,10 +129,10 @@ class DecoderBlock(torch.nn.Module):
         x : Tensor
             (batch, sequence, hidden_size).
         position_embeddings : tuple of Tensor, optional
-            Cosines and sines of the rotations, (batch, sequence, head_dim) or (sequence, head_dim). By default those of
-            positions from 0 on.
+            Cosines and sines of the rotary embedding, (batch, sequence, head_dim) or (sequence, head_dim). Default:
+            those of positions 0, 1, 2 and so on.
         attention_mask : Tensor, optional
-            As for ``F.scaled_dot_product_attention``; by default causal.
+            As for ``F.scaled_dot_product_attention``. Default: causal.
 
         Returns
         -------

@@ -36,7 +36,7 @@ def operation(activation: str | None) -> str:
     Raises
     ------
     ValueError
-        If there is no such activation.
+        If the activation is unknown. The message lists the known ones.
     """
     found = ACTIVATIONS.get("none" if activation is None else activation)
     if found is None:
@@ -51,7 +51,7 @@ def linear_graph(activation: str | None, *, bias: bool, residual: bool = False) 
     Raises
     ------
     ValueError
-        If there is no such activation.
+        If the activation is unknown. The message lists the known ones.
     """
     op = operation(activation)
     graph = builtin.bias.graph if bias else builtin.identity.graph

@@ -16,7 +16,7 @@ from cutlass_ops.nn.reading import add_to_main_grad, is_own, is_spread, matrix, 
 class Linear(torch.nn.Linear):
     """activation(x @ weight.T + bias) + residual, in one kernel.
 
-    It is a ``torch.nn.Linear``, with its parameters, their names and their initialisation.
+    It is a subclass of ``torch.nn.Linear``: the parameters, their names and their initialisation are the same.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class Linear(torch.nn.Linear):
     bias : bool
         Whether there is a bias.
     device, dtype
-        Of the parameters. Kernels take FP16 and BF16; FP32 parameters are for ``torch.autocast``.
+        Device and dtype of the parameters. Kernels take FP16 and BF16; FP32 parameters need ``torch.autocast``.
     activation : str, optional
         ``"relu"``, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"sigmoid"``, ``"tanh"``, ``"hardswish"``, ``"mish"`` or
         ``"softplus"``.
@@ -42,7 +42,7 @@ class Linear(torch.nn.Linear):
     Raises
     ------
     ValueError
-        If there is no such activation.
+        If the activation is unknown. The message lists the known ones.
 
     Examples
     --------
@@ -79,8 +79,8 @@ class Linear(torch.nn.Linear):
         x : Tensor
             (..., K), in the weight's dtype.
         residual : Tensor, optional
-            (..., N), added behind the activation. Only by name: hooks such as ``RowwiseParallel``'s drop arguments that
-            are passed by position.
+            (..., N), added after the activation. Pass it by name: hooks such as ``RowwiseParallel``'s drop further
+            positional arguments.
 
         Returns
         -------
@@ -109,7 +109,7 @@ class Linear(torch.nn.Linear):
         return d if residual is None else d + residual
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` says of the layer."""
+        """Return the settings, for the layer's ``repr``."""
         activation = f", activation={self.activation!r}" if self.activation else ""
         return super().extra_repr() + activation
 

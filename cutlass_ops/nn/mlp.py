@@ -17,28 +17,28 @@ from cutlass_ops.run.gated import gated_op
 
 
 class MLP(torch.nn.Module):
-    """fc2(activation(fc1(x))) + residual, in two kernels.
+    """An MLP in two kernels: fc2(activation(fc1(x))) + residual.
 
-    The backward multiplies by the activation's derivative in the epilogue of a GEMM, or with biases in a kernel between
-    two, which also adds up the gradient of the first bias.
+    Without biases, the backward multiplies by the activation's derivative in the epilogue of a GEMM. With biases, a
+    kernel between two GEMMs does so, and adds up the gradient of the first bias.
 
     Parameters
     ----------
     in_features, hidden_features : int
-        Extents of x and of what the activation gives.
-    out_features : int, optional
-        By default `in_features`.
+        Size of the last dimension of x, and of the activation's result.
+        out_features : int, optional
+        Size of the result's last dimension. Default: `in_features`.
     activation : str
         As for :class:`Linear`.
     bias : bool
         Whether the layers have biases.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Attributes
     ----------
     fc1, fc2 : Linear
-        The layers. They are not called, unless they have hooks, DTensors or another class: their parameters are read.
+        The layers. Only their parameters are read; they are called only if they have hooks, DTensors or another class.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class MLP(torch.nn.Module):
         self.fc2 = Linear(hidden_features, out_features, bias, device, dtype)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Compute the layers for x (..., K), and add a residual (..., N)."""
+        """Compute the layers for x (..., K), and add a residual (..., N), which is passed by name."""
         first, second = self.fc1, self.fc2
         if not are_read(_OWN, first, second):
             return call(second, first(x), residual)
@@ -74,27 +74,27 @@ class MLP(torch.nn.Module):
 
 
 class GatedMLP(torch.nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)) + residual.
+    """A gated MLP: down_proj(activation(gate_proj(x)) * up_proj(x)) + residual.
 
-    ``activation="silu"`` is SwiGLU, ``"gelu"`` or ``"gelu_tanh"`` GeGLU. Without gradients, one kernel multiplies x by
-    both weights on Hopper. With gradients, each product is a GEMM of its own, since the backward needs both.
+    ``activation="silu"`` gives SwiGLU, ``"gelu"`` and ``"gelu_tanh"`` give GeGLU. On Hopper, without gradients, one
+    kernel multiplies x by both weights. With gradients, each product is a separate GEMM, since the backward needs both.
 
     Parameters
     ----------
     in_features, hidden_features : int
-        Extents of x, and of what the gate multiplies.
+        Size of the last dimension of x, and of the gate.
     activation : str
         As for :class:`Linear`.
     bias : bool
         Whether the layers have biases.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
 
     Attributes
     ----------
     gate_proj, up_proj, down_proj : Linear
-        The layers, named as in Hugging Face's Llama. They are not called, unless they have hooks, DTensors or another
-        class: their parameters are read.
+        The layers, named as in Hugging Face's Llama. Only their parameters are read; they are called only if they have
+        hooks, DTensors or another class.
 
     Examples
     --------

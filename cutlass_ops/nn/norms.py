@@ -35,9 +35,9 @@ class NormLinear(torch.nn.Module):
         """Fold the norm's parameters into a copy of the weight, once, for calls without gradients.
 
         The copy takes as much memory as the weight. Without :meth:`fold`, each call folds, which reads and writes the
-        whole weight. In eager mode, the copy is made again if a parameter has changed, or gradients were enabled, since
-        a step of an optimizer may follow. Changes by ``parameter.data`` are not seen, nor does a compiled program look:
-        call :meth:`fold` again after them.
+        whole weight. In eager mode, the copy is renewed if a parameter has changed, or after a call with gradients,
+        since a step of an optimizer may follow. Writes by ``parameter.data`` are not detected, and compiled programs
+        detect no changes: call :meth:`fold` again after them.
 
         Returns
         -------
@@ -47,8 +47,8 @@ class NormLinear(torch.nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If the weight is not in 16 bits, norm or layer are called rather than read, or a parameter was made in
-            inference mode.
+            If the weight is not in FP16 or BF16, if norm or layer has hooks or another class, or if a parameter was
+            created in inference mode.
         """
         if not self._is_read(self.norm, self.linear):
             raise ValueError(
@@ -134,7 +134,7 @@ class NormLinear(torch.nn.Module):
 
 
 class RMSNormLinear(NormLinear):
-    """linear(rmsnorm(x)) in one kernel, with an activation behind it.
+    """activation(linear(rmsnorm(x))) in one kernel.
 
     Parameters
     ----------
@@ -145,14 +145,14 @@ class RMSNormLinear(NormLinear):
     eps : float
         Added to the mean of squares.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
     activation : str, optional
         As for :class:`Linear`.
 
     Attributes
     ----------
     norm : torch.nn.RMSNorm
-        Its weight (K,) is folded into the linear layer's: see :meth:`fold`.
+        The norm. Its weight (K,) is folded into the linear layer's weight: see :meth:`fold`.
     linear : Linear
         The linear layer.
 
@@ -196,9 +196,9 @@ class RMSNormLinear(NormLinear):
 
 
 class LayerNormLinear(NormLinear):
-    """linear(layernorm(x)) in one kernel, with an activation behind it.
+    """activation(linear(layernorm(x))) in one kernel.
 
-    The kernel subtracts the mean from sums: :func:`cutlass_ops.layernorm_gemm` says for which x that is exact enough.
+    The kernel subtracts the mean after summation: :func:`cutlass_ops.layernorm_gemm` says for which x this is accurate.
 
     Parameters
     ----------
@@ -209,14 +209,14 @@ class LayerNormLinear(NormLinear):
     eps : float
         Added to the variance.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
     activation : str, optional
         As for :class:`Linear`.
 
     Attributes
     ----------
     norm : torch.nn.LayerNorm
-        Its weight and bias (K,) are folded into the linear layer's weight: see :meth:`fold`.
+        The norm. Its weight and bias (K,) are folded into the linear layer's weight and bias: see :meth:`fold`.
     linear : Linear
         The linear layer.
 

@@ -29,13 +29,13 @@ class Patched(NamedTuple):
     Attributes
     ----------
     replaced : dict of str to str
-        For the name of each module that is fused now, what its forward is.
+        By name of each fused module: what its forward computes.
     kept : dict of str to str
-        For each module that has parameters and is as it was, the reason.
+        By name of each module with parameters that was not fused: the reason.
     classes : dict of str to str
-        The class of each of these modules.
+        By name of each of these modules: its class.
     already : dict of str to str
-        As `replaced`, for what an earlier call fused.
+        As `replaced`, for modules that an earlier call fused.
 
     Examples
     --------
@@ -68,34 +68,35 @@ class Patched(NamedTuple):
 
 
 def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
-    """Give a model's linear layers and MLPs fused forwards, and print what was replaced and what not.
+    """Replace the forwards of a model's linear layers and MLPs by fused ones, and print what was replaced.
 
-    It knows ``torch.nn.Linear``, and the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and
-    GPT-2. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32. :func:`unpatch` undoes it.
+    It supports ``torch.nn.Linear``, the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2 and Qwen3, and
+    GPT-2's MLP and ``Conv1D``. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32.
+    :func:`unpatch` undoes it.
 
-    The layers inside a fused MLP are not called any more, unless they get hooks, adapters or another forward later:
-    then the MLP's own forward calls them. A module whose layers have some already is left as it was.
+    A fused MLP does not call the layers inside it. If they get hooks, adapters or another forward later, the MLP runs
+    its original forward, which calls them. A module whose layers already have some is not patched.
 
     Parameters
     ----------
     model : Module
         The model. It is changed in place.
     fold_norms : bool
-        Whether decoder layers also compute their input norm, queries, keys and values in one GEMM where no gradients
-        are recorded. Each layer then keeps a copy of these weights, with the norm's folded in, which takes as much
-        memory as they do. In eager mode, they are copied again if a parameter changed or gradients were recorded; a
-        compiled program takes the copy as it is. See :func:`cutlass_ops.nn.fold_norms`. Qwen3's ``q_norm`` and
-        ``k_norm`` stay PyTorch's.
+        Whether decoder layers also compute their input norm, queries, keys and values in one GEMM, in calls without
+        gradients. Each layer then keeps a copy of the three weights, with the norm's weight folded in, which takes as
+        much memory as they do. In eager mode, the copy is renewed if a parameter has changed or gradients were
+        recorded; a compiled program keeps its copy. See :func:`cutlass_ops.nn.fold_norms`. PyTorch still computes
+        Qwen3's ``q_norm`` and ``k_norm``.
 
     Returns
     -------
     Patched
-        What was printed.
+        The same information that is printed.
 
     Raises
     ------
     TypeError
-        If `model` is no module.
+        If `model` is not a module.
 
     Examples
     --------
@@ -138,24 +139,24 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
 
 
 def unpatch(model: nn.Module) -> int:
-    """Give a model's modules their own forwards again.
+    """Restore the original forwards of a patched model's modules.
 
     Parameters
     ----------
     model : Module
-        The model, which may be patched in parts or not at all.
+        The model. It may be patched only in part, or not at all.
 
     Returns
     -------
     int
-        The number of modules that were changed.
+        The number of modules that were restored.
 
     Raises
     ------
     TypeError
-        If `model` is no module.
+        If `model` is not a module.
     ValueError
-        If something gave a patched module a class of its own since.
+        If a patched module has been given another class since, as by a parametrization or FSDP.
 
     Examples
     --------
@@ -177,10 +178,10 @@ def unpatch(model: nn.Module) -> int:
 
 
 def fold_norms(model: nn.Module) -> int:
-    """Fold a model's norms again, after a change that calls do not see, such as one by ``parameter.data``.
+    """Fold a model's norms again, after a change that calls do not detect, such as a write by ``parameter.data``.
 
-    These are the norms of ``co.patch(model, fold_norms=True)``, and of :class:`RMSNormLinear` and
-    :class:`LayerNormLinear` that were folded. Compiled programs take the copies that there are when they are compiled.
+    These are the norms of ``co.patch(model, fold_norms=True)``, and of each :class:`RMSNormLinear` and
+    :class:`LayerNormLinear` that was folded. A compiled program keeps the copies from when it was compiled.
 
     Parameters
     ----------
@@ -190,12 +191,12 @@ def fold_norms(model: nn.Module) -> int:
     Returns
     -------
     int
-        The number of weights that were folded.
+        The number of folded weights.
 
     Raises
     ------
     TypeError, ValueError
-        If `model` is no module, or something in it cannot be folded.
+        If `model` is not a module, or something in it cannot be folded.
 
     Examples
     --------

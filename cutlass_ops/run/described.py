@@ -12,17 +12,17 @@ from cutlass_ops.epilogue.nodes import Kind
 def signature(names: Sequence[str]) -> inspect.Signature:
     """Return the signature of an op with these inputs."""
     positional = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("a", "b", *names)]
-    keyword = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("out", "out_dtype")]
+    keyword = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("out", "out_dtype", "math")]
     return inspect.Signature([*positional, *keyword])
 
 
 _SHAPES = {
-    Kind.ROW: "(N,)",
-    Kind.COL: "(M,)",
-    Kind.TILE: "(M, N)",
-    Kind.SCALAR: "number or 0-d",
+    Kind.ROW: "(N,), or (..., N) with batches",
+    Kind.COL: "(M,), or (..., M) with batches",
+    Kind.TILE: "(..., M, N)",
+    Kind.SCALAR: "number, or tensor of one element",
     Kind.PRODUCT: "(K, N), the same dtype and major as b",
-    Kind.INTEGER: "int or 0-d",
+    Kind.INTEGER: "int, or integer tensor of one element",
     Kind.BLOCKS_A: "(..., M, K / 128), FP32, rounded up",
     Kind.BLOCKS_B: "(N / 128, K / 128) or (N, K / 128), FP32, rounded up",
     Kind.BLOCKS_D: "(..., M, N / 128), FP32, rounded up",
@@ -34,11 +34,16 @@ def docstring(epilogue: Epilogue) -> str:
     inputs = "".join(f"{i.name} : {_SHAPES[i.kind]}\n" for i in epilogue.graph.inputs)
     outputs = "\n".join(f"{o.name} : {_SHAPES[o.kind]}" for o in epilogue.graph.outputs)
     return (
-        f"{epilogue.doc}\n\nParameters\n----------\na : (..., M, K), FP16 or BF16, either major\n"
+        f"{epilogue.doc}\n\nParameters\n----------\n"
+        "a : (..., M, K), FP16 or BF16, either major; other dtypes as for :func:`cutlass_ops.gemm`\n"
         f"b : (K, N), the same dtype, either major; or (..., K, N), a GEMM for each batch\n{inputs}"
         "out : Tensor or mapping, optional\n    Where to write the outputs.\n"
-        "out_dtype : torch.dtype, optional\n    D's dtype; by default that of a.\n\n"
+        "out_dtype : torch.dtype, optional\n    D's dtype. Default: that of a, or BF16 for FP8 and INT8.\n"
+        "math : str, optional\n    How FP32 or FP8 operands are multiplied, as for :func:`cutlass_ops.gemm`.\n\n"
         f"Returns\n-------\n{outputs}\n\n"
-        "Raises\n------\nTypeError, ValueError\n    If an argument does not fit. The message names it.\n"
+        "Raises\n------\nTypeError, ValueError\n"
+        "    If an argument does not fit. The message names it and says what to do.\n"
         "UnsupportedError\n    If no kernel supports the device.\n"
+        "MissingKernelError, CompileError, ToolchainError, StoreError, LoadError\n"
+        "    If the kernel cannot be compiled, stored or loaded.\n"
     )

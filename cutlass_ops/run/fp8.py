@@ -91,45 +91,45 @@ def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Fp8State(torch.nn.Module):
-    """How one tensor of a network is quantised to FP8: its scale, and the greatest absolute values behind that.
+    """The FP8 scale of one tensor of a network, and the largest absolute values from which it is computed.
 
-    It is a module without parameters, so that a network that has it as an attribute moves, saves and loads it. Scale
-    and history stay FP32 whatever dtype the network is converted to. It serves inference and forward passes: gradients
-    in FP8 are refused.
+    It is a module without parameters: a network that has it as an attribute moves, saves and loads it. Scale and
+    history stay FP32 if the network is converted to another dtype. It is for inference and forward passes: gradients in
+    FP8 are refused.
 
     Scalings are those of Transformer Engine:
 
-    - ``"delayed"``: a pass uses the scale that earlier passes gave. :meth:`record` notes greatest absolute values, such
-      as `co.e.amax` in an epilogue gives. :meth:`step`, once after a pass, computes the next scale from them.
-    - ``"static"``: the scale stays. Calibrate with ``"delayed"``, then set ``state.scaling = "static"``.
-    - ``"current"``: the scale follows from the tensor itself, which is read twice: by :meth:`quantize` alone.
+    - ``"delayed"``: a pass uses a scale from earlier passes. :meth:`record` notes largest absolute values, such as
+      those of `co.e.amax` in an epilogue. :meth:`step`, called once after each pass, computes the next scale from them.
+    - ``"static"``: the scale does not change. Calibrate with ``"delayed"``, then set ``state.scaling = "static"``.
+    - ``"current"``: :meth:`quantize` computes the scale from the tensor itself, which is read twice.
 
     Parameters
     ----------
     recipe : str or torch.nn.functional.ScalingType
-        What has a scale of its own, as `torch.nn.functional.scaled_mm` names it: ``"TensorWise"``, or with current
-        scaling ``"RowWise"``.
+        What a scale applies to, as `torch.nn.functional.scaled_mm` names it: ``"TensorWise"``, or with current scaling
+        ``"RowWise"``.
     dtype : torch.dtype
         ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     scaling : {"delayed", "current", "static"}
         See above. It may be set later.
     history : int
-        Passes whose greatest absolute values are kept.
+        Number of passes whose largest absolute values are kept.
     margin : float
-        Powers of two of room above the greatest value, for passes to come.
+        Headroom for larger values in later passes: the scale is multiplied by 2 to the power of this.
     algorithm : {"max", "most_recent"}
-        What of the history counts.
+        Whether the scale follows from the maximum of the history, or from its most recent value.
     device : torch.device, optional
-        Where scale and history lie.
+        The device of scale and history.
 
     Attributes
     ----------
     scale : Tensor
-        What the quantised tensor is to be multiplied by: FP32 without dimensions, 1 at first. Kernels read it on the
-        device: pass it as `scale_out` to what quantises, and as `scale_a` to what reads the result. :meth:`step`
+        The factor of the quantised tensor: FP32, without dimensions, 1 at first. Kernels read it on the device: pass it
+        as `scale_out` to the call that quantises, and as `scale_a` to the call that reads the result. :meth:`step`
         changes it in place.
     history : Tensor
-        (history,), FP32: greatest absolute values of passes, the one that is under way first.
+        (history,), FP32: largest absolute values of the passes, the current pass first.
 
     Raises
     ------
@@ -213,23 +213,23 @@ class Fp8State(torch.nn.Module):
 
     @torch.no_grad()
     def record(self, amax: Tensor) -> None:
-        """Note greatest absolute values of this pass. Several calls in a pass add up to their greatest.
+        """Note the largest absolute values of this pass. Of several calls in a pass, the maximum counts.
 
-        Nothing happens with static scaling. Signs do not count. Infinities and NaN are left out, so that one of them
-        does not undo a scale.
+        With static scaling, nothing happens. Signs are ignored. Infinities and NaN are ignored too, so that they cannot
+        spoil the scale.
 
         Parameters
         ----------
         amax : Tensor
-            Any shape and float dtype, on the state's device: of rows, as ``co.e.amax(y, dim=1)`` gives them, or of all.
+            Any shape and float dtype, on the state's device, such as the result of ``co.e.amax(y, dim=1)``.
 
         Raises
         ------
         TypeError, ValueError
-            If it is no such tensor, the scaling is current, or the state was copied under ``torch.inference_mode()``
-            and this is outside.
+            If `amax` is not such a tensor, the scaling is current, or the state was copied under
+            ``torch.inference_mode()`` and this is outside.
         NotImplementedError
-            If it is one of the values over which ``torch.vmap`` goes.
+            If `amax` is one of the values over which ``torch.vmap`` maps.
 
         Examples
         --------
@@ -248,9 +248,9 @@ class Fp8State(torch.nn.Module):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Compute the next pass's scale from the history, in place, and begin an empty pass.
+        """Compute the next pass's scale from the history, in place, and start a new pass.
 
-        The scale stays as it is if the history has nothing but zeros, and with static scaling.
+        The scale stays as it is with static scaling, or if the history has only zeros.
 
         Raises
         ------
@@ -278,21 +278,21 @@ class Fp8State(torch.nn.Module):
         self.history[0].zero_()
 
     def quantize(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
-        """Quantise a tensor, such as attention's output: what a GEMM makes is quantised by its epilogue.
+        """Quantise a tensor that no GEMM's epilogue can quantise, such as attention's output.
 
         Parameters
         ----------
         x : Tensor
             (..., K), any float dtype.
         amax : Tensor, optional
-            Greatest absolute values of x, if they are known: of each row, or of all with ``"TensorWise"``. Without it,
-            x is read for them, unless the scaling is static.
+            Largest absolute values of x, if they are known: of each row with ``"RowWise"``, of all of x with
+            ``"TensorWise"``. Without it, they are computed from x, unless the scaling is static.
 
         Returns
         -------
         tuple of Tensor
             ``data`` (..., K) in FP8, and ``scale``: without dimensions, or (...) with ``"RowWise"``. With delayed and
-            static scaling it is the state's own, which the next :meth:`step` changes.
+            static scaling, ``scale`` is the state's own tensor, which the next :meth:`step` changes.
 
         Raises
         ------
@@ -347,7 +347,7 @@ class Fp8State(torch.nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """Return the settings, for the module's text."""
+        """Return the settings, for the module's ``repr``."""
         return f"{self.recipe}, dtype={self.dtype}, scaling={self.scaling}, margin={self.margin:g}"
 
     def _require_kept(self, what: str) -> None:

@@ -80,40 +80,40 @@ def gemm_swiglu(
     out_dtype: torch.dtype | None = None,
     math: Math | None = None,
 ) -> Any:
-    """Compute silu(x @ w_gate) * (x @ w_up), or the same of rmsnorm(x), in one kernel that reads x once.
+    """Compute silu(x @ w_gate) * (x @ w_up), or the same with rmsnorm(x), in one kernel that reads x once.
 
-    With `eps` or `rstd`, an RMSNorm comes first, as in :func:`cutlass_ops.rmsnorm_gemm`. For another gate, write an
-    epilogue with a ``Product``. Two GEMMs run instead, silu(x @ w_gate) first, if the weights are contiguous along N,
-    if lines of the result are not aligned to 16 bytes, with `amax`, or before Hopper. They write and read one more
-    tensor and round the gate to x's dtype, or to BF16 if that is FP8.
+    With `eps` or `rstd`, an RMSNorm is applied to x first, as in :func:`cutlass_ops.rmsnorm_gemm`. For another gate,
+    write an epilogue with a ``Product``. Two GEMMs run instead of one if the weights are contiguous along N, if lines
+    of the result are not aligned to 16 bytes, with `amax`, with FP64 or 3xTF32, or before Hopper. They write and read
+    one more tensor, silu(x @ w_gate), rounded to x's dtype, or to BF16 if that is FP8.
 
     Parameters
     ----------
     x : Tensor
-        (..., K), FP16, BF16, FP32 with `math`, or on Hopper FP8. Messages call it ``a``, w_gate ``b`` and w_up ``up``.
+        (..., K), FP16, BF16, INT8, FP64, FP32 with `math`, or on Hopper FP8. Messages call it ``a``, w_gate ``b`` and
+        w_up ``up``.
     w_gate, w_up : Tensor or PreparedWeight
-        (K, N) each, of x's dtype and one major. Both may be results of :func:`cutlass_ops.prepare`.
+        (K, N) each, of x's dtype and the same major. Both may be results of :func:`cutlass_ops.prepare`.
     gamma : Tensor, optional
-        The norm's (K,). **Every call** folds it into both weights; :func:`cutlass_ops.prepare` folds once.
+        (K,), gamma of the norm. **Every call** folds it into both weights; :func:`cutlass_ops.prepare` folds it once.
     eps, rstd : optional
-        As for :func:`cutlass_ops.rmsnorm_gemm`. Without both there is no norm.
+        As for :func:`cutlass_ops.rmsnorm_gemm`. Without either, there is no norm.
     scale_a, scale_b, scale_up : Tensor or float, optional
-        Of x, w_gate and w_up, as for :func:`cutlass_ops.scaled_gemm`: numbers, or one for each row of x and each column
-        of a weight. All or none; a weight that was prepared in FP8 has its own.
+        The scales of x, w_gate and w_up, as for :func:`cutlass_ops.scaled_gemm`: numbers, or one for each row of x and
+        each column of a weight. Pass all or none. A weight that was prepared in FP8 has its own scale.
     scale_out, amax
-        As for :func:`cutlass_ops.rmsnorm_gemm`: the result in FP8, and its greatest absolute values.
+        As for :func:`cutlass_ops.rmsnorm_gemm`, for a result in FP8.
     out : Tensor or mapping of str to Tensor, optional
         Where to write the result, or the results by name.
     out_dtype : torch.dtype, optional
-        The result's dtype; by default that of x, and BF16 for FP8.
+        The result's dtype. Default: that of x, or BF16 for FP8 and INT8.
     math : {"tf32", "3xtf32", "fast", "promoted"}, optional
-        What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up, as for
-        :func:`cutlass_ops.gemm`. A norm then needs `rstd`.
+        How FP32 or FP8 operands are multiplied, as for :func:`cutlass_ops.gemm`. With FP32, a norm needs `rstd`.
 
     Returns
     -------
     Tensor or named tuple
-        (..., N), or with `amax` that as ``d``, and ``amax`` (...).
+        The result (..., N). With `amax`, a named tuple of ``d`` (..., N) and ``amax`` (...).
 
     Raises
     ------

@@ -199,43 +199,43 @@ def grouped_gemm(
     math: Math | None = None,
     **inputs: Any,
 ) -> Any:
-    """Multiply groups of rows by a weight each, in one kernel: D[rows of e] = epilogue(x[rows of e] @ w[e], inputs).
+    """Compute D[rows of e] = epilogue(x[rows of e] @ w[e], inputs) for each expert e, in one kernel.
 
-    Expert e has the rows from ``offsets[e - 1]``, or 0 for the first, up to ``offsets[e]``. Only the kernel reads
-    offsets: the call does not wait for the device, and in a CUDA graph they may change from one replay to the next. An
-    expert may have no rows. Rows from ``offsets[-1]`` on belong to no expert, and are not written.
+    Expert e has the rows from ``offsets[e - 1]`` (0 for the first expert) up to ``offsets[e]``, and may have none. Only
+    the kernel reads the offsets: the call does not wait for the device, and in a CUDA graph they may change from one
+    replay to the next. Rows from ``offsets[-1]`` on belong to no expert, and are not written.
 
-    On the device, offsets that fall, are negative or above T give wrong rows, but no access outside of the tensors. On
-    the CPU they are an error.
+    Offsets that decrease, are negative or exceed T give wrong rows on a GPU, but no access outside the tensors. On the
+    CPU they are an error.
 
     Parameters
     ----------
     x : Tensor
-        (T, K), FP16, BF16 or FP8, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, in FP8 of 16,
-        or rows are padded. :func:`scaled_grouped_gemm` applies scales of FP8.
+        (T, K), FP16, BF16 or FP8, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8 (16 for FP8), or
+        rows are padded. :func:`scaled_grouped_gemm` applies FP8 scales.
     w : Tensor
-        (E, K, N), the same dtype, either major (FP8 along K only), any stride between experts, lines at multiples of 16
-        bytes. Pass weights of shape (E, N, K) as ``weights.mT``.
+        (E, K, N), the same dtype, either major (FP8: contiguous along K), with any stride between experts. Lines begin
+        at multiples of 16 bytes. Pass weights (E, N, K) as ``weights.mT``.
     offsets : Tensor
-        (E,), INT32, on the device of x: the row at which each expert's rows end, as
-        ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)`` has it.
+        (E,), INT32, on the device of x: the row at which each expert's rows end, as given by
+        ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)``.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D = x @ w. It does not reduce D.
-        ``row_index()`` counts from the first row of the expert.
+        A function decorated with :func:`cutlass_ops.epilogue`, without reductions. Default: D = x @ w. ``row_index()``
+        counts from the first row of the expert.
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name: (T, N), row-major.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+        D's dtype: FP16, BF16, FP32, or FP8, which saturates. Default: that of ``x``, or BF16 for FP8.
     math : {"fast", "promoted"}, optional
-        How sums of FP8 products are added up, as for :func:`gemm`.
+        How FP8 products are added up, as for :func:`gemm`.
     **inputs
-        The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N);
-        Product (E, K, N), a further weight for each expert; Scalar a number or 0-d tensor.
+        The epilogue's inputs by name: Row (E, N), one for each expert, or (N,) for all; Col (T,); Tile (T, N); Product
+        (E, K, N), a second weight for each expert; Scalar a number or a tensor of one element.
 
     Returns
     -------
     Tensor or named tuple
-        D (T, N), or all outputs with D first. Rows of no expert are what a new tensor has: anything.
+        D (T, N), or all outputs with D first. Rows that belong to no expert are uninitialised.
 
     Raises
     ------
@@ -274,45 +274,44 @@ def grouped_gemm_masked(
     math: Math | None = None,
     **inputs: Any,
 ) -> Any:
-    """Multiply the rows that each group has by a weight each, in one kernel: D[e, rows] = epilogue(x[e, rows] @ w[e]).
+    """Compute D[e, rows] = epilogue(x[e, rows] @ w[e], inputs) for the used rows of each group e, in one kernel.
 
-    Each group has room for M rows, as an expert of a layer with a fixed capacity has, and the first ``counts[e]`` are
-    there. The others are neither computed nor written. Only the kernel reads counts: the call does not wait for the
-    device, and in a CUDA graph they may change from one replay to the next. Kernels are those of :func:`grouped_gemm`.
+    Each group has room for M rows, like an expert with a fixed capacity. The first ``counts[e]`` rows are used; the
+    others are neither computed nor written. Only the kernel reads the counts: the call does not wait for the device,
+    and in a CUDA graph they may change from one replay to the next. The kernels are those of :func:`grouped_gemm`.
 
-    On the device, counts below 0 are taken as 0, and those above M as M: nothing is accessed outside of the tensors. On
-    the CPU they are an error.
+    On a GPU, counts below 0 count as 0 and counts above M as M: nothing outside the tensors is accessed. On the CPU
+    they are an error.
 
     Parameters
     ----------
     x : Tensor
-        (E, M, K), FP16, BF16 or FP8. Rows are contiguous and begin at multiples of 16 bytes, and one distance leads
-        through the rows of all groups. :func:`scaled_grouped_gemm_masked` applies scales of FP8.
+        (E, M, K), FP16, BF16 or FP8. Rows are contiguous and begin at multiples of 16 bytes. One stride leads through
+        the rows of all groups. :func:`scaled_grouped_gemm_masked` applies FP8 scales.
     w : Tensor
         (E, K, N), the same dtype, as for :func:`grouped_gemm`.
     counts : Tensor
-        (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
+        (E,), INT32, on the device of x: the number of used rows of each group, from 0 to M.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D = x @ w. It does not reduce D.
-        ``row_index()`` counts from the first row of the group.
+        A function decorated with :func:`cutlass_ops.epilogue`, without reductions. Default: D = x @ w. ``row_index()``
+        counts from the first row of the group.
     expected_rows : int, optional
-        How many rows a group is expected to have on average. A kernel is chosen for that; results are the same. By
-        default the groups are taken to be full, which is slow where they hardly ever are.
+        The mean number of used rows that you expect. It decides which kernel runs, and changes no result. By default,
+        groups are assumed to be full, so tiles are too large if groups have few rows.
     out : Tensor or mapping of str to Tensor, optional
-        Where to write D, or the outputs by name: (E, M, N), row-major, with one distance through the rows of all
-        groups.
+        Where to write D, or the outputs by name: (E, M, N), row-major, with one stride through the rows of all groups.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+        D's dtype: FP16, BF16, FP32, or FP8, which saturates. Default: that of ``x``, or BF16 for FP8.
     math : {"fast", "promoted"}, optional
-        How sums of FP8 products are added up, as for :func:`gemm`.
+        How FP8 products are added up, as for :func:`gemm`.
     **inputs
-        The epilogue's inputs by name: Row (E, N), a row for each group, or (N,) for all; Col (E, M); Tile (E, M, N);
-        Product (E, K, N), a further weight for each group; Scalar a number or 0-d tensor.
+        The epilogue's inputs by name: Row (E, N), one for each group, or (N,) for all; Col (E, M); Tile (E, M, N);
+        Product (E, K, N), a second weight for each group; Scalar a number or a tensor of one element.
 
     Returns
     -------
     Tensor or named tuple
-        D (E, M, N), or all outputs with D first. Rows behind a group's count are what a new tensor has: anything.
+        D (E, M, N), or all outputs with D first. Rows from a group's count on are uninitialised.
 
     Raises
     ------
@@ -353,29 +352,29 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> Any:
-    """Multiply each expert's rows of two matrices, in one kernel: D[e] = epilogue(x[rows of e].mT @ gradient[rows]).
+    """Compute D[e] = epilogue(x[rows of e].mT @ gradient[rows of e], inputs) for each expert, in one kernel.
 
-    That is the gradient of the weights of :func:`grouped_gemm`. Groups are as there. An expert without rows has the
-    epilogue of zeros. Rows from ``offsets[-1]`` on belong to no group, and no result depends on them. On the device,
-    offsets that fall, are negative or above T give wrong matrices, but no access outside of the tensors.
+    This is the gradient of the weights of :func:`grouped_gemm`, with groups as described there. For an expert without
+    rows, the epilogue gets zeros. Rows from ``offsets[-1]`` on belong to no group, and no result depends on them.
+    Offsets that decrease, are negative or exceed T give wrong matrices on a GPU, but no access outside the tensors.
 
     Parameters
     ----------
     x : Tensor
         (T, K), FP16 or BF16, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, or rows are padded.
     gradient : Tensor
-        (T, N), the same dtype, with rows like those of x.
+        (T, N), the same dtype and row-major, with the same alignment of rows.
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D[e] is the product itself.
+        A function decorated with :func:`cutlass_ops.epilogue`. Default: D[e] is the product itself.
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name: (E, K, N), any stride between experts.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
+        D's dtype: FP16, BF16, FP32, or FP8, which saturates. Default: that of ``x``.
     **inputs
-        The epilogue's inputs by name: Row (N,), Col (K,) or Tile (K, N) for all experts, or with a first dimension of
-        E; Scalar a number or 0-d tensor.
+        The epilogue's inputs by name: Row (N,), Col (K,) or Tile (K, N) for all experts, or each with a first dimension
+        of E; Scalar a number or a tensor of one element.
 
     Returns
     -------
@@ -400,7 +399,7 @@ def grouped_gemm_wgrad(
     >>> co.grouped_gemm_wgrad(x, gradient, offsets)[:, 0, 0].tolist()
     [2.0, 0.0, 3.0]
 
-    Add it to what is there, in place:
+    Add to an existing gradient, in place:
 
     >>> @co.epilogue
     ... def accumulate(acc, before: co.Tile):

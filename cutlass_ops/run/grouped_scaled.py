@@ -160,36 +160,36 @@ def scaled_grouped_gemm(
 ) -> Any:
     """Compute D[rows of e] = epilogue(scale_a * scale_b[e] * (x[rows of e] @ w[e]), inputs) in one kernel.
 
-    Groups are those of :func:`grouped_gemm`, and scales those of :func:`scaled_gemm`: factors, applied to the FP32 sums
-    before the epilogue and the one rounding of D. Or blocks along K have scales of their own: the products of each 128
-    of K are added up by themselves, and these sums in FP32, each times both scales.
+    Groups are as for :func:`grouped_gemm`, and scales as for :func:`scaled_gemm`: factors, applied to the FP32 sums
+    before the epilogue and before D is rounded, once. Blocks along K may have their own scales.
 
     Parameters
     ----------
     x : Tensor
         (T, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major. Rows begin at multiples of 16 bytes:
-        K is a multiple of 16, or rows are padded. FP16 and BF16 do as well.
+        K is a multiple of 16, or rows are padded. May also be FP16 or BF16.
     w : Tensor
-        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). FP16 or BF16 if x is.
+        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). Of x's dtype if that is
+        not FP8.
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end.
     scale_a : Tensor or float
-        Of x: a number or a tensor of one element, or (T,), one for each row. FP32, FP16 or BF16.
-        Or (T, ceil(K / 128)), one for each 1x128: FP32, with any strides.
+        Scales of x, in FP32, FP16 or BF16: a number, a tensor of one element, or (T,), one for each row. Or block
+        scales in FP32 with any strides: (T, ceil(K / 128)), one for each 1x128.
     scale_b : Tensor or float
-        Of w: a number or a tensor of one element, or (E, N) or (E, 1, N), one for each column of each expert, or (N,)
-        or (1, N), one for each column of all. (N,) only if there are not as many experts.
-        With blocks of x, of blocks of w: (E, ceil(N / 128), ceil(K / 128)), one for each 128x128, or
-        (E, N, ceil(K / 128)), one for each 128 of a column. FP32, with any strides.
+        Scales of w, in FP32, FP16 or BF16: a number, a tensor of one element, (E, N) or (E, 1, N), one for each column
+        of each expert, or (N,) or (1, N), one for each column of all experts. (N,) is refused if N is the number of
+        experts. If x has block scales, w needs block scales too, in FP32 with any strides: (E, ceil(N / 128), ceil(K /
+        128)), one for each 128x128, or (E, N, ceil(K / 128)), one for each 128 elements along a column.
     epilogue : Epilogue, optional
-        Applied to the scaled product. It takes no ``Product``, which has scales of its own.
+        Applied to the scaled product. It cannot have a ``Product``, which needs its own scales.
     out, out_dtype, math, **inputs
-        As for :func:`grouped_gemm`. D's dtype is BF16 by default for FP8.
+        As for :func:`grouped_gemm`.
 
     Returns
     -------
     Tensor or named tuple
-        D (T, N), or all outputs with D first. Rows of no expert are what a new tensor has: anything.
+        D (T, N), or all outputs with D first. Rows that belong to no expert are uninitialised.
 
     Raises
     ------
@@ -236,32 +236,32 @@ def scaled_grouped_gemm_masked(
 ) -> Any:
     """Compute D[e, rows] = epilogue(scale_a * scale_b[e] * (x[e, rows] @ w[e]), inputs) in one kernel.
 
-    Groups are those of :func:`grouped_gemm_masked`, and scales those of :func:`scaled_grouped_gemm`.
+    Groups are as for :func:`grouped_gemm_masked`, and scales as for :func:`scaled_grouped_gemm`.
 
     Parameters
     ----------
     x : Tensor
-        (E, M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), with rows as for
-        :func:`grouped_gemm_masked`. FP16 and BF16 do as well.
+        (E, M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), with rows as for :func:`grouped_gemm_masked`.
+        May also be FP16 or BF16.
     w : Tensor
-        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). FP16 or BF16 if x is.
+        (E, K, N), either type of FP8, contiguous along K: ``weights.mT`` of weights (E, N, K). Of x's dtype if that is
+        not FP8.
     counts : Tensor
-        (E,), INT32, on the device of x: how many rows each group has, from 0 to M.
+        (E,), INT32, on the device of x: the number of used rows of each group, from 0 to M.
     scale_a : Tensor or float
-        Of x: a number or a tensor of one element, or (E, M), one for each row. FP32, FP16 or BF16.
-        Or (E, M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
+        Scales of x, in FP32, FP16 or BF16: a number, a tensor of one element, or (E, M), one for each row. Or block
+        scales in FP32 with any strides: (E, M, ceil(K / 128)), one for each 1x128.
     scale_b : Tensor or float
-        Of w: a number or a tensor of one element, or one for each column, as for :func:`scaled_grouped_gemm`.
-        With blocks of x, of blocks of w as for :func:`scaled_grouped_gemm`.
+        Scales of w, as for :func:`scaled_grouped_gemm`.
     epilogue : Epilogue, optional
-        Applied to the scaled product. It takes no ``Product``, which has scales of its own.
+        Applied to the scaled product. It cannot have a ``Product``, which needs its own scales.
     expected_rows, out, out_dtype, math, **inputs
-        As for :func:`grouped_gemm_masked`. D's dtype is BF16 by default for FP8.
+        As for :func:`grouped_gemm_masked`.
 
     Returns
     -------
     Tensor or named tuple
-        D (E, M, N), or all outputs with D first. Rows behind a group's count are what a new tensor has: anything.
+        D (E, M, N), or all outputs with D first. Rows from a group's count on are uninitialised.
 
     Raises
     ------

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class Kernel(Warm):
-    """One exact kernel, as its specification declares it. It converts no operand and chooses nothing.
+    """One exact kernel, as its specification declares it: call it as ``kernel(a, b, *inputs, out=None)``.
+
+    It converts no operands and never runs another kernel.
 
     Attributes
     ----------
@@ -155,7 +157,7 @@ def build(spec: KernelSpec) -> Kernel:
     Raises
     ------
     TypeError
-        If it is not a declaration.
+        If `spec` is not a KernelSpec.
     ConfigError
         If the declaration is illegal. The message lists every reason.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError

@@ -47,19 +47,20 @@ class Launch:
     """A call that is ready to run, made by :func:`cutlass_ops.prepare_launch`.
 
     Called without arguments, it launches with exactly the tensors that it was prepared with, and returns the same
-    results each time. It asks three things, and else encodes, checks and allocates nothing:
+    result tensors each time. It makes three checks, and otherwise encodes and allocates nothing:
 
-    - whether PyTorch traces or a mode is active: that is an error, since they would not see the launch;
-    - whether each tensor's memory is where it was. If it is not, as after ``x.data = y``, an ordinary call is made;
-    - whether autograd would record: an error if a tensor of the preparation requires grad.
+    - whether PyTorch is tracing or a mode is active. That is an error, since they would not see the launch;
+    - whether each tensor's memory is where it was. If not, as after ``x.data = y``, it makes an ordinary call;
+    - whether autograd would record. That is an error if one of the prepared tensors requires grad.
 
-    A tensor's shape, strides and dtype must not be changed in place. Numbers keep the values of the preparation. A
-    Scalar or an Integer on the CPU is a number too: pass one on the GPU, which a kernel reads there, to change it.
+    Shapes, strides and dtypes of the tensors must not be changed in place. Numbers keep their values from the
+    preparation, and so does a Scalar or an Integer in a CPU tensor. To change such a value, pass a GPU tensor, which
+    the kernel reads at each launch.
 
-    Called with arguments, by position (a, b, inputs) or by name, it uses these instead. What is left out stays as
-    prepared, outputs too: ``launch(a=x, out=d)`` changes a and D alone. A tensor must have the shape of the one in its
-    place, and the kernel checks every argument: dtype, shape, device, major, alignment, overlaps. That costs about as
-    much as an ordinary call.
+    Called with arguments, by position (a, b, inputs) or by name, it uses these for this launch. Arguments and outputs
+    that are left out stay as prepared: ``launch(a=x, out=d)`` changes only a and D. A tensor must have the shape of the
+    one that it replaces. The kernel checks every argument: dtype, shape, device, major, alignment, overlaps. That takes
+    about as long as an ordinary call.
 
     The kernel runs on the stream that is current at the call, and a CUDA graph may capture it. All launches without
     arguments write the same outputs and use the same scratch memory, so two of them must not run at the same time on
@@ -72,7 +73,7 @@ class Launch:
     problem : Problem
         M, N and K.
     spec : KernelSpec or None
-        The kernel; None if PyTorch computes, for tensors on the CPU or an extent of 0.
+        The kernel; None if PyTorch computes, as for tensors on the CPU or an extent of 0.
     results : Tensor or named tuple
         What a call without arguments returns: D, or all outputs with D first.
 
@@ -268,7 +269,7 @@ def check(op: Warm, a: Any, b: Any, inputs: tuple[Any, ...], out: Any) -> None:
     TypeError, ValueError
         If one is differentiated, or has no memory of its own. The message names it.
     NotImplementedError
-        If PyTorch traces, a mode is active, or the stream is being captured into a CUDA graph.
+        If PyTorch is tracing, a mode is active, or the stream is being captured into a CUDA graph.
     """
     require_untraced(op.name)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

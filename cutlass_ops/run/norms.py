@@ -92,11 +92,11 @@ def rmsnorm_gemm(
 ) -> Any:
     """Compute epilogue(rmsnorm(x; gamma, eps) @ w, inputs) in one kernel.
 
-    rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows are scaled in FP32
-    before rounding.
+    rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows of the product are
+    scaled in FP32, before D is rounded.
 
-    An x in FP8 is what :func:`gemm_residual_rms` gives as `quantized`: it has been multiplied by gamma, or gamma is in
-    the weight, and its statistic is that of the stream before it was quantised.
+    An x in FP8 is the `quantized` output of :func:`gemm_residual_rms`. Either it was multiplied by gamma there, or the
+    weight contains gamma. Its statistic is that of y before quantisation: pass `rstd`.
 
     Parameters
     ----------
@@ -106,28 +106,28 @@ def rmsnorm_gemm(
     w : Tensor or PreparedWeight
         (K, N), the same dtype: ``weight.t()`` of a linear layer, or the result of :func:`prepare`.
     gamma : Tensor, optional
-        (K,). **Every call** folds it into w with a kernel that reads and writes all of w. Overflow is not checked: it
-        makes columns of D infinite or NaN. :func:`prepare` folds once and checks.
+        (K,). **Every call** folds it into w, with a kernel that reads and writes all of w. Overflow is not checked: it
+        makes columns of D infinite or NaN. :func:`prepare` folds once, and checks.
     eps : float, optional
         Added to the mean of squares; required without `rstd`. It is a launch argument, so any value uses one kernel.
     rstd : RowStatistic or Tensor, optional
-        The statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...) of factors for the rows.
-        Without it the kernel computes mean squares from x.
+        The statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...) with the factor of each
+        row. Without it, the kernel computes mean squares from x.
     epilogue : Epilogue, optional
-        Applied to the normalised product. A ``Product`` is scaled in the same way; its matrix must be prepared if w is.
-        With scales it takes none: :func:`cutlass_ops.gemm_swiglu` does.
+        Applied to the normalised product. A ``Product`` is normalised in the same way; if w is prepared, its matrix
+        must be too. Calls with scales take no ``Product``, except :func:`cutlass_ops.gemm_swiglu`.
     scale_a, scale_b : Tensor or float, optional
-        Of x and of w, as for :func:`cutlass_ops.scaled_gemm`; both or none, and with `rstd`. A weight that was prepared
-        in FP8 has its own.
+        The scales of x and w, as for :func:`cutlass_ops.scaled_gemm`: both or neither, and only with `rstd`. A weight
+        that was prepared in FP8 has its own scale.
     scale_out : Tensor or float, optional
-        What the result is divided by: a number, a tensor of one element, or one for each row, (...). The result is
-        in FP8, which `out_dtype` or `out` names.
+        The divisor of an FP8 result: a number, a tensor of one element, or one for each row, (...). Set the FP8 type by
+        `out_dtype` or `out`.
     amax : bool
-        Whether the greatest absolute value of each row, before `scale_out`, is an output too: ``amax``, (...), FP32.
+        Whether to return the largest absolute value of each row, before `scale_out`: ``amax``, (...), FP32.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
     math : {"fast", "promoted"}, optional
-        How sums of FP8 products are added up, as for :func:`cutlass_ops.scaled_gemm`.
+        How FP8 products are added up, as for :func:`cutlass_ops.gemm`.
 
     Returns
     -------
@@ -292,9 +292,9 @@ def gemm_residual_rms(
     The statistic is computed from y rounded to 16 bits, as stored. Pass it as `rstd` to :func:`rmsnorm_gemm`, so that
     no other kernel reads y.
 
-    With `scale_out`, the kernel also stores y · gamma / scale_out in FP8, for the next GEMM. It multiplies by the next
-    norm's gamma because that runs along the next GEMM's K, and its weight in FP8 cannot take it without being rounded
-    again. The next GEMM's epilogue divides by the norm.
+    With `scale_out`, the kernel also stores y · gamma / scale_out in FP8, for the next GEMM. gamma is that of the next
+    norm. It is applied here because an FP8 weight would have to be rounded again to contain it. The next GEMM's
+    epilogue applies rstd.
 
     Parameters
     ----------
@@ -307,33 +307,34 @@ def gemm_residual_rms(
     eps : float
         The next norm's eps.
     epilogue : Epilogue, optional
-        Applied to a @ b before the residual is added, such as a bias. It has no output but D.
+        Applied to a @ b before the residual is added, for example a bias. D must be its only output.
     scale_a, scale_b : Tensor or float, optional
-        Of a and of b, as for :func:`cutlass_ops.scaled_gemm`; both or none. A weight that was prepared in FP8 has its
-        own.
+        The scales of a and b, as for :func:`cutlass_ops.scaled_gemm`: both or neither. A weight that was prepared in
+        FP8 has its own scale.
     gamma : Tensor, optional
-        (N,): the next norm's, which the copy in FP8 is multiplied by. Without it, prepare the next weight with gamma.
+        (N,): gamma of the next norm, by which the FP8 copy is multiplied. Without it, prepare the next weight with
+        gamma.
     scale_out : Tensor or float, optional
-        What the copy in FP8 is divided by: a number, a tensor of one element, or one for each row, (..., M).
-        Without it there is no copy.
+        The divisor of the FP8 copy: a number, a tensor of one element, or one for each row, (..., M). Without it, no
+        copy is stored.
     amax : bool
-        Whether to give the greatest absolute value of each row of y · gamma, for delayed scaling.
+        Whether to return the largest absolute value of each row of y · gamma, for delayed scaling.
     quantized_dtype : torch.dtype, optional
-        The copy's: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; by default that of ``out["quantized"]``, else
-        ``torch.float8_e4m3fn``.
+        The dtype of the FP8 copy: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. Default: that of
+        ``out["quantized"]``, or ``torch.float8_e4m3fn``.
     out : Tensor or mapping of str to Tensor, optional
-        Where to write y, of a's dtype, or BF16 if that is FP8. It may be the residual. Or the outputs by name: ``d``,
-        ``row_sum_square``, ``quantized`` and ``amax``.
+        Where to write y, in a's dtype, or BF16 if that is FP8. It may be the residual itself. Or a mapping of the
+        outputs: ``d``, ``row_sum_square``, ``quantized`` and ``amax``.
     math : {"fast", "promoted"}, optional
-        How sums of FP8 products are added up, as for :func:`cutlass_ops.scaled_gemm`.
+        How FP8 products are added up, as for :func:`cutlass_ops.gemm`.
     **inputs
         The epilogue's inputs by name.
 
     Returns
     -------
     ResidualRms or QuantizedResidualRms
-        (y, rstd): y of a's dtype, or BF16, and a :class:`RowStatistic`, valid until y changes. With `scale_out`, then
-        `quantized` (..., M, N), and `amax` (..., M) in FP32, or None.
+        (y, rstd): y (..., M, N) in a's dtype, or BF16, and a :class:`RowStatistic`, valid until y changes. With
+        `scale_out` also `quantized` (..., M, N), and `amax` (..., M) in FP32 or None.
 
     Raises
     ------
@@ -354,7 +355,7 @@ def gemm_residual_rms(
     >>> co.rmsnorm_gemm(y, torch.eye(4).bfloat16(), rstd=rstd).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
 
-    With a copy in FP8, which the next GEMM reads:
+    With an FP8 copy for the next GEMM:
 
     >>> made = co.gemm_residual_rms(a, b, residual, eps=0.0, scale_out=0.5, amax=True)
     >>> made.quantized.float().tolist(), made.amax.tolist()
@@ -443,17 +444,17 @@ def layernorm_gemm(
     """Compute epilogue(layernorm(x; gamma, beta, eps) @ w, inputs) in one kernel.
 
     layernorm(x) = (x - mean(x)) / √(variance(x) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
-    kernel computes mean and mean square in one pass and subtracts, so it loses digits if a row's mean is large against
-    its deviation. The error stays within twice PyTorch's up to a ratio of 50 in FP16 and 200 in BF16. A larger ratio is
-    not detected: pass `mean` and `rstd` in BF16, and do not fuse in FP16 (docs/rmsnorm.md).
+    kernel computes mean and mean square in one pass and subtracts. So it loses digits if a row's mean is large compared
+    with its standard deviation. Up to a ratio of 50 in FP16 and 200 in BF16, the error is at most twice PyTorch's.
+    Larger ratios are not detected: in BF16, pass `mean` and `rstd`; in FP16, do not fuse (docs/rmsnorm.md).
 
     Parameters
     ----------
     x : Tensor
         (..., K), FP16 or BF16. Messages call it ``a``, and w ``b``.
     w : Tensor or PreparedLayerNormWeight
-        (K, N), the same dtype, or the result of :func:`prepare_layernorm`. **Every call** reads a plain tensor several
-        times, for column sums, gamma and beta. Overflow of gamma · w is not checked.
+        (K, N), the same dtype, or the result of :func:`prepare_layernorm`. If w is a plain tensor, **every call** reads
+        it several times, for column sums, gamma and beta, and does not check gamma · w for overflow.
     gamma, beta : Tensor, optional
         (K,).
     eps : float, optional
@@ -461,7 +462,7 @@ def layernorm_gemm(
     mean, rstd : Tensor, optional
         Both or neither: mean and 1 / √(variance + eps) of each row of x, FP32, (...).
     epilogue : Epilogue, optional
-        Applied to the normalised product. It may not have a ``Product``.
+        Applied to the normalised product. It cannot have a ``Product``.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
 

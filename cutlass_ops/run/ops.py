@@ -474,33 +474,33 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16, BF16, INT8 or FP64, FP32 with `math`, or FP8, which is row-major; either major otherwise, any
-        stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue computes in
-        FP32, and in FP64 for FP64. On Hopper, INT8 that does not lie along K is copied at each call, and FP32 in TF32
-        where that is faster; batches, Ampere and Ada take INT8 along K only.
+        (..., M, K), FP16, BF16, INT8, FP64, FP8, or FP32 with `math`. FP8 is row-major; other types have either major
+        and any stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue
+        computes in FP32, or in FP64 for FP64. On Hopper, INT8 that is not contiguous along K is copied at each call,
+        and so is TF32 if that is faster. In batches, and on Ampere and Ada, INT8 must be contiguous along K.
     b : Tensor
-        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
-        there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
-        have two strides.
+        (K, N), the same dtype, or either type of FP8, column-major, if a is FP8. Pass a weight (N, K) as
+        ``weight.t()``. With leading dimensions, (..., K, N), there is one GEMM for each batch: leading dimensions of a
+        and b broadcast as in ``torch.matmul``. They must fold into two dimensions.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D = A @ B.
+        A function decorated with :func:`cutlass_ops.epilogue`. Default: D = A @ B.
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
-        and INT8. Of FP64 operands it is FP64. Of INT8 operands it may also be INT8, which saturates, rounds to nearest
-        even and has 0 for NaN; or INT32, the sums themselves, for an `epilogue` that returns ``acc`` and nothing else.
+        D's dtype: FP16, BF16 or FP32, and on Hopper FP8, which saturates. Default: that of ``a``, or BF16 for FP8 and
+        INT8. With FP64 operands, D is FP64. With INT8 operands, D may also be INT8, which saturates, rounds to nearest
+        even and turns NaN into 0. It may be INT32, the sums themselves, if the `epilogue` returns only ``acc``.
     math : {"tf32", "3xtf32", "fast", "promoted"}, optional
-        What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
-        10 bits of fraction, ``"3xtf32"`` splits each into two such numbers and adds three products up, at a third of
-        the speed or less. Of FP8 operands, how sums are added up: ``"fast"`` by the Tensor Cores alone, or
-        ``"promoted"`` in FP32 every 128 of K. By default it is ``"promoted"`` for K above 128, or 512 if D is FP8. Of
-        no other operands.
+        For FP32 operands, which Tensor Cores cannot multiply directly: ``"tf32"`` rounds them to 10 bits of fraction;
+        ``"3xtf32"`` splits each into two such numbers and adds up three products, at a third of the speed or less. For
+        FP8 operands, how products are added up: ``"fast"`` by the Tensor Cores alone; ``"promoted"`` also in FP32,
+        after every 128 elements along K. Default for FP8: ``"promoted"`` for K above 128, or above 512 if all results
+        are FP8. Other operands take no `math`.
     **inputs
-        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
-        ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before
-        its own, or broadcast to them. A row may have leading dimensions of 1, a column a last one, and a tile may have
-        1 for M or N. Where values repeat in memory, a copy is made at each call.
+        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or a tensor of one element,
+        Product (K, N) of ``b``'s dtype and major, Integer an int or an integer tensor of one element. With batches, an
+        input may have batch dimensions before its own; they broadcast. A row may have leading dimensions of 1, a column
+        a last dimension of 1, and a tile 1 for M or N. Inputs with a stride of 0 are copied at each call.
 
     Returns
     -------
@@ -529,13 +529,13 @@ def gemm(
     >>> co.gemm(a, b, epilogue=scaled, bias=bias, scale=0.5, out_dtype=torch.float32).tolist()
     [[4.0, 4.5, 5.0], [4.0, 4.5, 5.0]]
 
-    Batches, of which each has a bias:
+    Batches, each with its own bias:
 
     >>> q, k = torch.ones(2, 4, 8).bfloat16(), torch.ones(2, 3, 8).bfloat16()
     >>> co.gemm(q, k.mT, epilogue=scaled, bias=torch.zeros(2, 3).bfloat16(), scale=0.5).shape
     torch.Size([2, 4, 3])
 
-    Sums of INT8, which are exact, and what quantises them:
+    Exact sums of INT8 products, and their quantisation:
 
     >>> x, w = torch.full((1, 16), 127, dtype=torch.int8), torch.full((2, 16), 2, dtype=torch.int8)
     >>> co.gemm(x, w.t(), out_dtype=torch.int32).tolist()

@@ -15,10 +15,10 @@ from cutlass_ops.run.requests import requested
 def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     """Compile and load every kernel that calls with this weight may need, at any number of rows.
 
-    Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the
-    call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled. A function's
-    own preparation, such as folding gamma into a weight, does run. If an argument requires grad and gradients are
-    enabled, the kernels of the backward are compiled too: for this, the call and its backward run once.
+    Without it, the first call compiles one kernel, and the others are compiled in the background. If other ops serve
+    the call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled.
+    Preparation by a function itself, such as folding gamma into a weight, does run. If an argument requires grad and
+    gradients are enabled, the kernels of the backward are compiled too: for this, the call and its backward run once.
 
     Parameters
     ----------
@@ -26,17 +26,17 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
         A named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm`` with ``epilogue``,
         or a function such as ``cutlass_ops.rmsnorm_gemm``.
     *arguments, **named
-        The arguments of a call. Only K matters among A's extents.
+        The arguments of a call. Of A's shape, only K matters.
 
     Returns
     -------
     int
-        Number of kernels; 0 for tensors on the CPU.
+        The number of kernels; 0 for tensors on the CPU.
 
     Raises
     ------
-    TypeError, ValueError, UnsupportedError
-        As the call itself.
+        TypeError, ValueError, UnsupportedError
+        As for the call itself.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be compiled, stored or loaded.
 
@@ -61,12 +61,12 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
 
 
 def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:
-    """Prepare a call for callers who repeat it: at the call, hardly more than CUDA's own launch is left to do.
+    """Prepare a call that will be repeated: each launch then costs little more host time than CUDA's own launch.
 
-    The best kernel is compiled if it is not there, as by :func:`warm_up`. No stand-in serves, and no peer of PyTorch's
-    that the tuner found. Some kernels clear memory ahead of each launch (stream-K), or share it with other launches of
-    their stream (reductions of D on Hopper; the means of a norm beside the main loop). They take an ordinary launch's
-    time, without the look-up.
+    The best kernel is compiled first if necessary, as by :func:`warm_up`: no stand-in kernel and no PyTorch operation
+    serves the launch. Some kernels need a workspace that must be cleared before each launch (stream-K), or that they
+    share with other launches on the stream (reductions of D on Hopper; means of a norm beside the main loop). These
+    gain less: they save only the look-up.
 
     Parameters
     ----------
@@ -74,21 +74,23 @@ def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:
         As for :func:`warm_up`, or the result of :func:`build`. Weights of norms must be prepared, by
         :func:`cutlass_ops.prepare` or :func:`cutlass_ops.prepare_layernorm`.
     *arguments, **named
-        The arguments of a call. An output that is not in `out` is allocated here, once. The launch keeps all tensors.
+        The arguments of a call. Outputs that are not in `out` are allocated once, here. The launch keeps a reference to
+        all tensors.
 
     Returns
     -------
     Launch
-        Its documentation has its contract. That of a function is its op's: `x` is called ``a`` and `w` ``b``, and that
-        of :func:`cutlass_ops.gemm_residual_rms` returns D and the sums of squares.
+        See its documentation for what may change between launches. If `op` is a function, the launch is that of its op:
+        it calls `x` ``a`` and `w` ``b``, and for :func:`cutlass_ops.gemm_residual_rms` it returns D and the sums of
+        squares.
 
     Raises
     ------
     TypeError, ValueError
-        As the call itself. Also if an argument requires grad, or would be copied or computed at each call, such as a
-        broadcast input.
+        As for the call itself. Also if an argument requires grad, or would be copied or computed at each call, such as
+        a broadcast input.
     NotImplementedError
-        If PyTorch traces, a mode is active, or the stream is being captured into a CUDA graph.
+        If PyTorch is tracing, a mode is active, or the stream is being captured into a CUDA graph.
     UnsupportedError
         If no single kernel serves the call.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError

@@ -46,29 +46,29 @@ def quantize(
 ) -> Any:
     """Quantise a tensor to FP8, with a scale for each 128 values of a row, or for each row.
 
-    Inside an epilogue, `x` is a traced value, and the result is D: see :func:`cutlass_ops.e.quantize`. Both have one
-    rule. Of a block whose greatest absolute value is m, the scale is m / 448 for e4m3 and m / 57344 for e5m2. D is x
-    times its inverse, rounded to nearest even. A block of zeros has the scale of m = 2⁻¹¹⁰. NaN makes its block's scale
-    NaN, and an infinity makes it infinite: all of such a block is NaN once the scale is applied.
+    Inside an epilogue, `x` is a traced value, and the result is D: see :func:`cutlass_ops.e.quantize`. Both follow the
+    same rule. Let m be the largest absolute value of a block, and at least 2⁻¹¹⁰. For e4m3, the scale is m / 448 and D
+    is x · (448 / m); for e5m2 with 57344 in place of 448. D is rounded to nearest even. A NaN makes the scale of its
+    block NaN, and an infinity makes it infinite: then all values of the block are NaN once the scale is applied.
 
-    The kernel is compiled at the first call, and stored as the others are. It reads each value once from global memory.
+    The kernel is compiled at the first call, and kept in the store. It reads each value from global memory once.
 
     Parameters
     ----------
     x : Tensor
         (..., M, N) in FP16, BF16 or FP32. The last dimension is contiguous, and the others can be folded into one.
     dtype : str or torch.dtype
-        ``"e4m3"`` or ``"e5m2"``, or PyTorch's names of these.
+        ``"e4m3"`` or ``"e5m2"``, or PyTorch's dtypes of these.
     block : int, optional
-        Values of a row that share a scale: 128. None for a scale of each row.
+        Number of values in a row that share a scale: 128. None for one scale per row.
     out : mapping of str to Tensor, optional
         Where to write ``"d"``, ``"d_scale"`` or both.
 
     Returns
     -------
     named tuple of Tensor
-        ``d``, (..., M, N) in FP8, with lines padded to 16 bytes, and ``d_scale`` in FP32: (..., M, ceil(N / 128)),
-        M-major with lines padded as well, or (..., M) for rows. :func:`cutlass_ops.scaled_gemm` takes both as `a` and
+        ``d`` (..., M, N) in FP8, with lines padded to 16 bytes. ``d_scale`` in FP32: (..., M, ceil(N / 128)), M-major,
+        with lines padded too, or (..., M) if `block` is None. :func:`cutlass_ops.scaled_gemm` takes both as `a` and
         `scale_a`.
 
     Raises
@@ -76,7 +76,7 @@ def quantize(
     TypeError, ValueError
         If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If the device is a GPU other than Hopper (compute capability 9.0).
+        If the GPU is not Hopper (compute capability 9.0).
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be compiled, stored or loaded.
 

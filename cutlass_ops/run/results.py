@@ -165,7 +165,7 @@ class RowStatistic:
 
     @property
     def rstd(self) -> Tensor:
-        """1 / √(mean of squares + eps) of each row, FP32. Reading it launches kernels; `rmsnorm_gemm` does without."""
+        """1 / √(mean of squares + eps) of each row, FP32. Reading it launches kernels."""
         return (self.sum_square / max(self.count, 1) + self.eps).rsqrt()
 
 
@@ -196,7 +196,7 @@ class QuantizedResidualRms(NamedTuple):
     quantized : Tensor
         y · gamma / scale_out, (..., M, N), in FP8.
     amax : Tensor or None
-        Greatest absolute value of each row of y · gamma, (..., M), FP32, if it was asked for.
+        Largest absolute value of each row of y · gamma, (..., M), FP32; None without ``amax=True``.
 
     Examples
     --------
@@ -214,10 +214,10 @@ class QuantizedResidualRms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PreparedWeight:
-    """A weight that was brought once to what kernels read, by :func:`cutlass_ops.prepare`.
+    """A weight in the form that kernels read, made by :func:`cutlass_ops.prepare`.
 
-    It is no tensor and no module: as an attribute of a module, it is neither moved nor saved with that. Prepare it
-    after the module was moved and its weights were loaded.
+    It is neither a tensor nor a module: as an attribute of a module, it is not moved or saved with the module. Prepare
+    it after the module has been moved and its weights have been loaded.
 
     Attributes
     ----------
@@ -225,9 +225,9 @@ class PreparedWeight:
         (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8, INT8 and FP32 are
         contiguous along K.
     scale : Tensor or None
-        (N,), FP32: what each column is to be multiplied by, if :func:`cutlass_ops.prepare` quantised it.
+        (N,), FP32: the factor of each column, if :func:`cutlass_ops.prepare` quantised the weight.
     folded : bool
-        Whether gamma is in it.
+        Whether `matrix` contains gamma.
 
     Examples
     --------

@@ -51,40 +51,40 @@ def scaled_gemm(
 ) -> Any:
     """Compute epilogue(scale_a * scale_b * (a @ b), inputs) in one kernel.
 
-    Scales are factors: the matrix that a stands for is a * scale_a. They are applied to the FP32 sums, before the
-    epilogue and the one rounding of D. They have no unit and may have any sign; 0, infinities and NaN act as in FP32.
+    Scales are factors: a represents the matrix a * scale_a. They are applied to the FP32 sums, before the epilogue and
+    before D is rounded, once. They have no unit and may have any sign; 0, infinities and NaN behave as in FP32.
 
-    Blocks along K may have scales of their own. The products of each 128 of K are then added up by themselves, and
-    these sums in FP32, each times both scales.
+    Blocks along K may have their own scales. Products of 128 elements along K are then added up; each such sum is
+    multiplied by both scales, and these are added up in FP32.
 
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major, or INT8. FP16 and BF16 do as
-        well.
+        (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major; or INT8, FP16, BF16, FP64, or
+        FP32 with `math`.
     b : Tensor or PreparedWeight
         (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K), or the result of
-        :func:`cutlass_ops.prepare`. INT8, FP16 or BF16 if a is. Or (..., K, N), a GEMM for each batch, as in
+        :func:`cutlass_ops.prepare`. Of a's dtype if that is not FP8. Or (..., K, N), a GEMM for each batch, as in
         :func:`cutlass_ops.gemm`.
     scale_a : Tensor or float
-        Of a: a number or a tensor of one element, or (..., M), one for each row. FP32, FP16 or BF16.
-        Or (..., M, ceil(K / 128)), one for each 1x128, if b has no batches: FP32, with any strides. Leading dimensions
-        may be folded into M.
+        Scales of a, in FP32, FP16 or BF16: a number, a tensor of one element, or (..., M), one for each row. Or block
+        scales in FP32 with any strides, if b has no batches: (..., M, ceil(K / 128)), one for each 1x128. Leading
+        dimensions may be folded into M.
     scale_b : Tensor or float, optional
-        Of b: a number or a tensor of one element, or (N,), one for each column, or (..., N) with batches. FP32, FP16
-        or BF16. A weight that was prepared in FP8 has its own.
-        With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
-        one for each 128 of a column. FP32, with any strides.
+        Scales of b, in FP32, FP16 or BF16: a number, a tensor of one element, or (N,), one for each column, or (..., N)
+        with batches. A weight that was prepared in FP8 has its own scales. If a has block scales, b needs block scales
+        too, in FP32 with any strides: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)), one
+        for each 128 elements along a column.
     epilogue : Epilogue, optional
-        Applied to the scaled product. It takes no ``Product``, which has scales of its own, and no means of a's rows.
+        Applied to the scaled product. It cannot have a ``Product``, which needs its own scales, or use means of a's
+        rows.
     out : Tensor or mapping of str to Tensor, optional
         Where to write the outputs.
     out_dtype : torch.dtype, optional
-        D's dtype; by default BF16 for FP8 and INT8, and that of a otherwise. FP8 saturates, and so does INT8, of INT8
-        operands; its scale is an input of `epilogue`.
+        D's dtype. Default: BF16 for FP8 and INT8, otherwise that of a. FP8 and INT8 results saturate; their scale is an
+        input of `epilogue`.
     math : {"tf32", "3xtf32", "fast", "promoted"}, optional
-        What the Tensor Cores make of FP32 operands, or how sums of FP8 products are added up, as for
-        :func:`cutlass_ops.gemm`.
+        How FP32 or FP8 operands are multiplied, as for :func:`cutlass_ops.gemm`.
     **inputs
         The epilogue's inputs by name.
 
@@ -96,8 +96,8 @@ def scaled_gemm(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit: a or b in FP8 is not contiguous along K, or its lines do not begin at multiples of
-        16 bytes, or a scale has another shape. The message names it and says what to do.
+        If an argument does not fit. For example: a or b in FP8 is not contiguous along K, its lines do not begin at
+        multiples of 16 bytes, or a scale has another shape. The message names it and says what to do.
     UnsupportedError
         If no kernel supports the device. FP8 needs Hopper (compute capability 9.0).
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
@@ -118,7 +118,7 @@ def scaled_gemm(
     >>> co.scaled_gemm(a, b.t(), scale_a, 1.0, epilogue=biased, bias=torch.zeros(8)).shape
     torch.Size([4, 8])
 
-    Scales of blocks: 1x128 of a, and 128x128 of b.
+    Block scales, 1x128 for a and 128x128 for b:
 
     >>> a, b = torch.randn(4, 256).to(torch.float8_e4m3fn), torch.randn(384, 256).to(torch.float8_e4m3fn)
     >>> co.scaled_gemm(a, b.t(), torch.rand(4, 2), torch.rand(3, 2)).shape

@@ -48,11 +48,10 @@ def is_recomputing() -> bool:
 
 
 class recompute:  # noqa: N801 - it is used as a function
-    """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
+    """Context in which calls store nothing extra for gradients: the backward computes A @ B again.
 
-    By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
-    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory. It is a
-    decorator as well.
+    By default, a call that autograd records stores one more tile if this saves a GEMM in the backward, such as the
+    pre-activation of a linear layer. Inside this context it does not, which saves memory. It also works as a decorator.
 
     Examples
     --------

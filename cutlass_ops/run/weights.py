@@ -17,26 +17,26 @@ _READ_ALONG_K = (*fp8.DTYPES, torch.int8, torch.float32)
 
 
 def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
-    """Bring a weight to what kernels read, once: fold an RMSNorm's gamma in, quantise to FP8, or lay it along K.
+    """Convert a weight once: fold in an RMSNorm's gamma, quantise to FP8, or copy it to lines along K.
 
-    Without `dtype`, gamma is folded in. The result takes 2·K·N bytes; w itself is no longer needed. The call reads w
-    three times, writes it once, uses some tens of MiB of temporary memory and waits for the device. Each value of
-    gamma · w is rounded once to w's dtype.
+    With gamma and a 16-bit w, the result is diag(gamma) @ w, each value rounded once to w's dtype. It takes 2·K·N
+    bytes; w itself is no longer needed. The call reads w three times, writes the result once, uses some tens of MiB of
+    temporary memory and waits for the device.
 
-    With `dtype`, w, or gamma · w, is quantised, each column with a scale of its own: its greatest absolute value
-    becomes the type's largest. Each value is rounded once, so gamma can be folded into a weight of 16 bits only.
+    With `dtype`, w or diag(gamma) @ w is quantised, with one scale for each column: the column's largest absolute value
+    becomes the type's largest. Each value is rounded once, so gamma can only be folded into a 16-bit weight.
 
-    A w in FP8, INT8 or FP32 is copied to lines along K that begin at multiples of 16 bytes, as ``wgmma`` reads FP8,
-    INT8 and TF32. Other lines of INT8 and TF32 are copied at each call.
+    A w in FP8, INT8 or FP32 is copied to lines along K that begin at multiples of 16 bytes, since ``wgmma`` reads FP8,
+    INT8 and TF32 only in this layout. INT8 and TF32 weights in other layouts may be copied at each call.
 
     Parameters
     ----------
     w : Tensor
         (K, N), FP16, BF16, FP8, INT8 or FP32, either major: ``weight.t()`` of a linear layer.
     gamma : Tensor, optional
-        (K,), FP16, BF16 or FP32. Only with a w of 16 bits.
+        (K,), FP16, BF16 or FP32. Only for a 16-bit w.
     dtype : torch.dtype, optional
-        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for a w of 16 bits.
+        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for a 16-bit w.
 
     Returns
     -------
@@ -47,8 +47,9 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or w's dtype cannot hold gamma · w: it overflows, or a column loses more than one
-        rounding because its values are denormal (in FP16, below 6e-5). With `dtype`, if values are infinite or NaN.
+        If an argument does not fit. Also if w's dtype cannot represent gamma · w: it overflows, or a column has values
+        that are denormal (in FP16, below 6e-5) and loses more than one rounding. With `dtype`, if values are infinite
+        or NaN.
 
     Examples
     --------
@@ -64,7 +65,7 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     >>> prepared.matrix.dtype, prepared.matrix.stride(), prepared.scale.shape
     (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
 
-    In INT8, along K, with lines of a multiple of 16 bytes:
+    In INT8, contiguous along K, with lines of a multiple of 16 bytes:
 
     >>> co.prepare(torch.ones(40, 16, dtype=torch.int8)).matrix.stride()
     (1, 48)
@@ -88,10 +89,10 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
 
 
 def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
-    """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
+    """Fold a LayerNorm's gamma and beta into the next weight, once.
 
     The cost is that of :func:`prepare` if gamma is given, plus one read of w for the column sums and one for beta.
-    Column sums use the stored (rounded) weight. They are added in FP64 and rounded to FP32.
+    Column sums are taken of the stored (rounded) weight, in FP64, and rounded to FP32.
 
     Parameters
     ----------

@@ -59,28 +59,28 @@ class Explanation:
     problem : tuple of int
         M, N and K.
     served_by : str
-        Slug of the kernel's specification, or ``"PyTorch"``, with the peer's name if tuning allowed it.
+        Name of the kernel, or ``"PyTorch"``, with the name of PyTorch's implementation if tuning allowed it to serve.
     why : str
         The reason, in a sentence.
     contract : tuple of Finding
         Consequences of the tensors' types, layouts and addresses.
     candidates : tuple of Candidate
-        The kernels considered, best first. The first serves the call, unless a peer does.
+        The kernels considered, best first. The first serves the call, unless PyTorch does.
     roofline : Roofline or None
         Lower bounds of the time; None if the chip's peaks are unknown.
     peers : dict of str to float
-        Measured microseconds of PyTorch's ways to compute the same.
+        Measured times of PyTorch's implementations of the same computation, in microseconds.
     device : str
         Name of the device, or ``"the CPU"``.
     microseconds : float or None
-        Expected time on the device, without the launch from Python; None if unknown.
+        Expected time on the device in microseconds, without the host's; None if unknown.
     parts : tuple of Explanation
-        If several ops serve the call instead of one kernel: an explanation of each. Of batches that take a call each,
-        of the first one's.
+        If several ops serve the call, an explanation of each. If each batch takes its own call, an explanation of the
+        first.
     batches : int
-        Number of GEMMs of these extents, or of groups of M rows together.
+        Number of GEMMs of this size, or of groups, which have M rows in total.
     grouped : bool
-        Whether these are groups.
+        Whether the GEMMs are groups of rows.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """What serves the call, its expected time, and why, in a sentence."""
+        """What serves the call, its expected time and the reason, in one sentence."""
         m, n, k = self.problem
         time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
         several = f" in {self.batches} groups" if self.grouped else f" in {self.batches} batches"
@@ -123,7 +123,7 @@ class Explanation:
 
     @property
     def achieved(self) -> float | None:
-        """The roofline over the kernel's time: 1 is as fast as the chip allows. None if unknown."""
+        """The roofline's time over the kernel's: 1 is as fast as the chip allows. None if unknown."""
         if self.roofline is None or not self.candidates:
             return None
         return max(self.roofline.compute, self.roofline.memory) / self.candidates[0].microseconds
@@ -201,7 +201,7 @@ class Explanation:
 def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     """Explain how a call would be served, and why, without running or compiling its kernel.
 
-    A function's own preparation, such as folding gamma into a weight, does run.
+    Preparation by a function itself, such as folding gamma into a weight, does run.
 
     Parameters
     ----------

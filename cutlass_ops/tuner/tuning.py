@@ -77,30 +77,32 @@ class Task:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a run may take.
+    """How much :func:`cutlass_ops.tune` compiles and measures.
 
     Attributes
     ----------
     kernels : int
-        How many are compiled at most, for each signature.
+        The most kernels that are compiled for each signature.
     candidates : int
-        How many are raced at a problem at most.
+        The most kernels that are timed against each other at each problem.
     rounds : int
-        How many rounds a race has; where kernels take long, it has more.
+        Rounds in which these kernels are timed, in random order. Slow kernels are timed in more rounds.
     refine : bool
-        Whether to look around what was measured to be the best before, in place of what the model puts first.
+        Whether to search around the fastest kernels of earlier runs, instead of those that the model expects to be
+        fastest.
     seconds : float
-        Time after which no further problem is begun, and no kernel waited for.
+        Seconds after which no further problem is started, and no kernel is waited for.
     pool : tuple of Config
-        The only kernels to choose among, if there are any; else the model seeks them in the whole space.
+        Configurations to choose from. If empty, the model chooses among all legal ones.
     within : float
-        How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
-        and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
+        A kernel is timed only if the model predicts at most this many times the time of its first choice. The model
+        errs by 3%, and seldom by 15%, at the problems to which it was fitted (benchmarks/NOTES.md), and by more at
+        others.
 
     Raises
     ------
     TypeError, ValueError
-        If a value is of another type, or a limit with which nothing could be measured.
+        If a value has the wrong type, or is a limit with which nothing could be measured.
 
     Examples
     --------
@@ -377,7 +379,7 @@ def run(
     Raises
     ------
     ConfigError
-        If a file in the folder is no table.
+        If a file in the folder is not a tuning table.
     ToolchainError, StoreError
         If no kernel can be compiled or stored.
     """
@@ -524,7 +526,7 @@ def tune(
     silence: float = 60.0,
     show: Callable[[str], None] | None = None,
 ) -> Report:
-    """Find the fastest kernels for an op at some shapes, and remember them for this user and kind of device.
+    """Find the fastest kernels for an op at some shapes, and keep the results for this user and kind of device.
 
     Parameters
     ----------
@@ -532,26 +534,27 @@ def tune(
         A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or
         ``cutlass_ops.gemm`` for D = A @ B. Or :func:`cutlass_ops.grouped_gemm_wgrad`.
     shapes : iterable of (M, N, K)
-        Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
+        The problems. Calls with similar shapes also use the results.
     dtypes : str, torch.dtype, or sequence of such
-        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Beside ``"e4m3"`` and
-        ``"e5m2"`` these are BF16. Kernels are tuned for the types that calls have: where these differ, say so.
+        Dtypes of A and B, such as ``"bf16"`` or ``"f16"``. The epilogue's inputs and outputs have the same dtype by
+        default, or BF16 if A and B are FP8. Kernels are measured with these types: if your calls use others, pass
+        `out_dtype` and `input_dtypes`.
     a, b : {"row", "col"}
-        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``. ``grouped_gemm_wgrad`` has but
-        one of each.
+        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``. ``grouped_gemm_wgrad`` ignores
+        them.
     batches : int, optional
-        Tune calls of so many batches, of A (batches, M, K) and B (batches, K, N); by default, of a single B.
+        Tune calls with this number of batches, A (batches, M, K) and B (batches, K, N). Default: a single B.
     groups : int, optional
-        Tune :func:`cutlass_ops.grouped_gemm` and :func:`cutlass_ops.grouped_gemm_masked` with so many experts. M of a
-        shape is then the mean of an expert's rows, of which near numbers are one. `op` is the epilogue, or
-        ``cutlass_ops.gemm`` for none. Of ``grouped_gemm_wgrad``, M and N of a shape are a gradient's extents, and K is
-        that mean.
+        Tune :func:`cutlass_ops.grouped_gemm` and :func:`cutlass_ops.grouped_gemm_masked` with this number of experts. M
+        of a shape is then the mean number of rows of an expert, slightly rounded. `op` is the epilogue, or
+        ``cutlass_ops.gemm`` for none. For ``grouped_gemm_wgrad``, M and N of a shape are the size of the gradient, and
+        K is the mean number of rows.
     spreads : sequence of str
-        How your rows are spread over the experts: ``"equal"``, ``"random"`` for each row by chance, ``"Zipf"`` for
-        Zipf's law, ``"one"`` for all rows of one expert. By default all four. A kernel's time is the geometric mean
-        over them, by the weights in ``cutlass_ops/kinds/spreads.py``.
+        How rows are spread over the experts: ``"equal"``, ``"random"`` (each row goes to a random expert), ``"Zipf"``
+        (Zipf's law) or ``"one"`` (all rows belong to one expert). Default: all four. A kernel's time is the geometric
+        mean over them, with the weights in ``cutlass_ops/kinds/spreads.py``.
     out_dtype : torch.dtype, optional
-        D's dtype; by default that of A.
+        D's dtype. Default: that of A.
     input_dtypes : mapping of str to str, optional
         Dtypes of some of the epilogue's inputs by name: ``{"scale": "f32"}``.
     device : int
@@ -559,23 +562,25 @@ def tune(
     effort : Effort, optional
         How much to compile and measure.
     folder : str or path, optional
-        Where to keep the tables; by default ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
+        Where to keep the tables. Default: ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
     again : bool
-        Whether to measure what was measured before.
+        Whether to repeat earlier measurements.
     allow_fallback : bool
-        Whether calls of these signatures may be served by PyTorch (cuBLASLt, with elementwise kernels behind it where
-        it has no fitting epilogue) at exactly the shapes where that was faster than every kernel. ``explain`` says so
-        where it is. Without it, a kernel of this library serves every call.
+        Whether PyTorch (cuBLASLt, followed by elementwise kernels if it has no such epilogue) may serve calls of these
+        signatures, at exactly the shapes at which it was faster than every kernel. ``explain`` says if it does. By
+        default, kernels of this library serve every call.
     deterministic : bool
-        Whether calls of these signatures may be served only by kernels that add up a tile's K as a whole: then no
-        number of rows and no choice of kernel changes a bit of a row's result. Every kernel gives the same bits at
-        every call; those that split K (split-K, stream-K) may differ from the others in the last one.
+        Whether calls of these signatures may only run kernels that do not split K. Then the bits of a row's result
+        depend neither on the number of rows nor on the chosen kernel. Every kernel gives the same bits at every call,
+        but kernels that split K (split-K, stream-K) may differ from the others in the last bit.
     executor : concurrent.futures.Executor, optional
-        Compiles the kernels, where it has the same compilers; by default this process does. They are measured here.
+        Compiles the kernels; its workers need the same compilers. By default, this process compiles. Kernels are
+        measured here in any case.
     silence : float
-        Seconds after which a kernel that does not end is given up.
+        Seconds after which a kernel that does not end is abandoned.
     show : callable, optional
-        Takes each line of progress; by default a bar or lines go to standard error, as ``CUTLASS_OPS_PROGRESS`` says.
+        Called with each line of progress. By default, a bar or lines go to standard error; see
+        ``CUTLASS_OPS_PROGRESS``.
 
     Returns
     -------
@@ -585,16 +590,16 @@ def tune(
     Raises
     ------
     TypeError
-        If the op is none.
+        If `op` is not an op.
     NoDeviceError
-        If there is no such device.
+        If the device does not exist.
     ValueError
-        If a shape, number of batches or groups, spread, dtype, major or input is none, both `allow_fallback` and
-        `deterministic` are given, or `allow_fallback` for groups, or tables cannot be written in the folder.
+        If a shape, number of batches or groups, spread, dtype, major or input is not valid; if both `allow_fallback`
+        and `deterministic` are given, or `allow_fallback` with groups; or if tables cannot be written in the folder.
     UnsupportedError
-        If no kernel serves the op there.
+        If no kernel serves the op on the device.
     ConfigError
-        If a file in the folder is no table.
+        If a file in the folder is not a tuning table.
     ToolchainError, StoreError
         If kernels cannot be compiled, or kernels or tables cannot be stored.
 
@@ -603,14 +608,14 @@ def tune(
     >>> report = co.tune(co.gemm_bias_relu, [(512, 4096, 4096)])  # doctest: +SKIP
     >>> report.measured, report.failed  # doctest: +SKIP
 
-    Longer, for a network's weights and all numbers of rows that it has:
+    A longer run, for all weights of a network and several numbers of rows:
 
     >>> weights = [(4096, 4096), (11008, 4096)]  # N and K
     >>> shapes = [(m, n, k) for n, k in weights for m in (1, 16, 256, 4096)]
     >>> effort = co.Effort(kernels=96, seconds=3600)
     >>> report = co.tune(co.gemm_bias_relu, shapes, dtypes=("bf16", "f16"), effort=effort)  # doctest: +SKIP
 
-    A layer of 64 experts that get 16 rows each on average, more or less by Zipf's law:
+    A layer of 64 experts with 16 rows each on average, spread at random or by Zipf's law:
 
     >>> co.tune(co.gemm, [(16, 2048, 4096)], groups=64, spreads=("random", "Zipf"))  # doctest: +SKIP
     """

@@ -397,6 +397,7 @@ def test_an_op_describes_itself():
         "residual",
         "out",
         "out_dtype",
+        "math",
     ]
     assert "D = relu(A @ B + bias)." in co.gemm_bias_relu.__doc__
     for op in named.NAMED:

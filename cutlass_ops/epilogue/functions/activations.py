@@ -69,7 +69,7 @@ def gelu(x: Value | float, approximate: str = "none") -> Value:
     x : value or number
         The argument.
     approximate : str
-        ``"none"`` for x/2 · (1 + erf(x / √2)), ``"tanh"`` for its approximation by tanh, as in PyTorch.
+        ``"none"`` for x/2 · (1 + erf(x / √2)), ``"tanh"`` for the approximation by tanh, as in PyTorch.
 
     Raises
     ------

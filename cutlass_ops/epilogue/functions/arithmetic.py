@@ -125,7 +125,7 @@ def maximum(x: Value | float, y: Value | float) -> Value:
 
 
 def clamp(x: Value | float, min: Value | float | None = None, max: Value | float | None = None) -> Value:
-    """Return minimum(maximum(x, min), max), leaving out a bound that is None; NaN stays NaN.
+    """Return minimum(maximum(x, min), max). A bound of None is left out. NaN stays NaN.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def clamp(x: Value | float, min: Value | float | None = None, max: Value | float
 
 
 def abs(x: Value | float) -> Value:
-    """Return the magnitude of x.
+    """Return the absolute value of x.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def rsqrt(x: Value | float) -> Value:
 
 
 def sign(x: Value | float) -> Value:
-    """Return 1 if x > 0, −1 if x < 0, else 0: so for NaN, as in PyTorch.
+    """Return 1 if x > 0, −1 if x < 0, else 0, also for NaN, as in PyTorch.
 
     Raises
     ------
@@ -252,7 +252,8 @@ def reciprocal(x: Value | float) -> Value:
 def pow(x: Value | float, y: Value | float) -> Value:
     """Return x to the power of y. Written x ** y as well.
 
-    Where y is 2, 3, 0.5, −0.5, −1 or −2, a Python number, it is a product, a root or a reciprocal, as in PyTorch.
+    If y is one of the Python numbers 2, 3, 0.5, −0.5, −1 and −2, it is computed by products, a root or a reciprocal, as
+    in PyTorch.
 
     Raises
     ------

@@ -159,13 +159,13 @@ def logical_not(x: Value) -> Value:
 
 
 def where(condition: Value, x: Value | float, y: Value | float) -> Value:
-    """Return x where a condition is true, else y. The other one may be anything, NaN among it.
+    """Return x where a condition is true, else y. The value that is not selected may be anything, even NaN.
 
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, if the condition is no truth value, as a comparison gives, or if another
-        argument is neither a traced value nor a number.
+        Outside of an epilogue function, if the condition is not a truth value, such as a comparison's result, or if
+        another argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -197,9 +197,9 @@ def isnan(x: Value | float) -> Value:
 
 
 def to_float(x: Value | float) -> Value:
-    """Return a truth value as 1 or 0, and an index as a number, rounded to FP32; a number stays what it is.
+    """Return a truth value as 1 or 0, and an index as a number rounded to FP32. A number is returned unchanged.
 
-    Arithmetic and outputs do so by themselves.
+    Arithmetic and outputs convert in this way by themselves.
 
     Raises
     ------

@@ -6,7 +6,7 @@ from cutlass_ops.epilogue.values import Value, apply
 
 
 def mean_of_a() -> Value:
-    """Return the mean over K of A's row: one FP32 value for each row of D, gathered by the kernel.
+    """Return the mean of A's row over K: one FP32 value for each row of D, which the kernel computes.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def mean_of_a() -> Value:
 
 
 def mean_square_of_a() -> Value:
-    """Return the mean over K of the squares of A's row: one FP32 value for each row of D, gathered by the kernel.
+    """Return the mean square of A's row over K: one FP32 value for each row of D, which the kernel computes.
 
     Raises
     ------

@@ -6,10 +6,10 @@ from cutlass_ops.epilogue.values import Value, apply
 
 
 def row_index() -> Value:
-    """Return the row of D where a value is, from 0 on: a whole number of 32 bits.
+    """Return the row of D, counted from 0, as a 32-bit integer.
 
-    Leading dimensions of A are folded into its rows, and rows of all of them are counted. Indices add, subtract,
-    multiply and compare as whole numbers, with each other and with Python's. Elsewhere they count as FP32 values.
+    If leading dimensions of A are folded into its rows, the folded rows are counted. ``+``, ``-``, ``*`` and
+    comparisons of indices, with each other and with Python ints, are exact. Other operations convert an index to FP32.
 
     Raises
     ------
@@ -29,7 +29,7 @@ def row_index() -> Value:
 
 
 def column_index() -> Value:
-    """Return the column of D where a value is, from 0 on: a whole number of 32 bits, as :func:`row_index` is.
+    """Return the column of D, counted from 0, as a 32-bit integer; see :func:`row_index`.
 
     Raises
     ------
@@ -49,12 +49,11 @@ def column_index() -> Value:
 
 
 def uniform(seed: Value | int, offset: Value | int = 0) -> Value:
-    """Return a random number from 0 up to 1, without 1, for each element of D: a multiple of 2⁻²⁴.
+    """Return a random number in [0, 1) for each element of D: a multiple of 2⁻²⁴.
 
-    It is a word of Philox 4x32-10, of which the seed is the key, and the counter is the column and the row, each
-    without bit 3, and the low and the high half of the offset. Bit 3 of the row and of the column choose the word. So
-    it depends on the seed, the offset and the place alone. :func:`cutlass_ops.run.reference.uniform` gives the same
-    bits.
+    It depends only on the seed, the offset and the position: it is a word of Philox 4x32-10. The key is the seed. The
+    counter is the column and the row, each without bit 3, and the low and the high half of the offset. Bit 3 of the row
+    and of the column select the word. :func:`cutlass_ops.run.reference.uniform` gives the same bits.
 
     Raises
     ------
@@ -75,10 +74,9 @@ def uniform(seed: Value | int, offset: Value | int = 0) -> Value:
 
 
 def dropout_mask(p: Value | float, seed: Value | int, offset: Value | int = 0) -> Value:
-    """Return whether dropout keeps an element: whether :func:`uniform` is p or more, of which the probability is 1 − p.
+    """Return whether dropout keeps an element: whether :func:`uniform` is p or more. The probability of this is 1 − p.
 
-    The mask is not that of torch.nn.functional.dropout for the same seed, which depends on how PyTorch launches its
-    kernel.
+    For the same seed, torch.nn.functional.dropout has another mask: it depends on how PyTorch launches its kernel.
 
     Raises
     ------

@@ -71,7 +71,7 @@ def max(x: Value | float, dim: int) -> Reduction:
 def amax(x: Value | float, dim: int) -> Reduction:
     """Return the maximum of |x| over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
 
-    It is ``max(abs(x), dim)``. A scale of the next call is computed from it: delayed scaling of FP8.
+    It is ``max(abs(x), dim)``. With delayed scaling of FP8, the scale of the next call is computed from it.
 
     Raises
     ------
@@ -113,10 +113,10 @@ def min(x: Value | float, dim: int) -> Reduction:
 
 
 def argmax(x: Value | float, dim: int) -> Reduction:
-    """Return where the maximum of x lies in each row of D (``dim=1``), shape (M,), or in each column (``dim=0``), (N,).
+    """Return the index of the maximum of x in each row of D (``dim=1``), shape (M,), or each column (``dim=0``), (N,).
 
-    It is the first of several that are greatest, and the first NaN if there is any. Over nothing it is −1. The dtype is
-    INT32, where PyTorch gives INT64.
+    Of equal elements, the first counts. If there is a NaN, it is the index of the first one. Over no elements it is −1.
+    The dtype is INT32; PyTorch's is INT64.
 
     Raises
     ------
@@ -136,10 +136,10 @@ def argmax(x: Value | float, dim: int) -> Reduction:
 
 
 def argmin(x: Value | float, dim: int) -> Reduction:
-    """Return where the minimum of x lies in each row of D (``dim=1``), shape (M,), or in each column (``dim=0``), (N,).
+    """Return the index of the minimum of x in each row of D (``dim=1``), shape (M,), or each column (``dim=0``), (N,).
 
-    It is the first of several that are least, and the first NaN if there is any. Over nothing it is −1. The dtype is
-    INT32, where PyTorch gives INT64.
+    Of equal elements, the first counts. If there is a NaN, it is the index of the first one. Over no elements it is −1.
+    The dtype is INT32; PyTorch's is INT64.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def argmin(x: Value | float, dim: int) -> Reduction:
 def logsumexp(x: Value | float, dim: int) -> Reduction:
     """Return ln Σ eˣ over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
 
-    Nothing overflows: the maximum is kept beside the sum. It is what a cross-entropy needs of its logits.
+    Nothing overflows, since the maximum is kept beside the sum. A cross-entropy needs this of its logits.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from cutlass_ops.epilogue.values import Quantized, Value, apply, apply_cast
 
 
 def floor(x: Value | float) -> Value:
-    """Return the greatest whole number that is not above x.
+    """Return the largest integer that is not above x.
 
     Raises
     ------
@@ -25,7 +25,7 @@ def floor(x: Value | float) -> Value:
 
 
 def ceil(x: Value | float) -> Value:
-    """Return the least whole number that is not below x.
+    """Return the smallest integer that is not below x.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def ceil(x: Value | float) -> Value:
 
 
 def round(x: Value | float) -> Value:
-    """Return the nearest whole number, ties to even.
+    """Return the nearest integer, ties to even.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def round(x: Value | float) -> Value:
 
 
 def trunc(x: Value | float) -> Value:
-    """Return x without what follows the point: the whole number next to it on the way to 0.
+    """Return x rounded toward 0 to an integer.
 
     Raises
     ------
@@ -79,10 +79,10 @@ def trunc(x: Value | float) -> Value:
 
 
 def cast(x: Value | float, dtype: str | DType) -> Value:
-    """Return x rounded to a dtype, to nearest even; arithmetic goes on in FP32.
+    """Return x rounded to a dtype, to nearest even. The result is FP32 again.
 
-    The dtype is ``"bf16"``, ``"f16"``, ``"e4m3"`` or ``"e5m2"``. The last two are FP8 and saturate: what is beyond the
-    largest finite value, 448 or 57344, becomes that value, infinities included. NaN stays NaN.
+    The dtype is ``"bf16"``, ``"f16"``, ``"e4m3"`` or ``"e5m2"``. The last two are FP8 and saturate: values beyond the
+    largest finite value, 448 or 57344, become that value, infinities included. NaN stays NaN.
 
     Raises
     ------
@@ -105,12 +105,12 @@ def cast(x: Value | float, dtype: str | DType) -> Value:
 
 
 def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantized:
-    """Return x as D in FP8, with a scale for each 128 columns of each row, which is an output of its own.
+    """Return x quantised to FP8, as D, with one scale for every 128 columns of each row as a second output.
 
     The outputs are ``"d"``, (M, N), and ``"d_scale"``, (M, ceil(N / 128)) in FP32, M-major with lines padded to 16
-    bytes: what :func:`cutlass_ops.scaled_gemm` takes as `a` and `scale_a`. Of a block whose greatest absolute value is
-    m, the scale is m / 448 for ``"e4m3"`` and m / 57344 for ``"e5m2"``, and D is x times its inverse, rounded as by
-    :func:`cast`. A block of zeros has the scale of m = 2⁻¹¹⁰. NaN makes its block's scale NaN, and an infinity makes it
+    bytes: :func:`cutlass_ops.scaled_gemm` takes them as `a` and `scale_a`. Let m be the largest absolute value of a
+    block, and at least 2⁻¹¹⁰. For ``"e4m3"``, the scale is m / 448 and D is x · (448 / m); for ``"e5m2"`` with 57344 in
+    place of 448. D is rounded as by :func:`cast`. A NaN makes the scale of its block NaN, and an infinity makes it
     infinite. N must be a multiple of 16. It needs Hopper.
 
     :func:`cutlass_ops.quantize` does the same to a tensor.
@@ -118,11 +118,11 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
     Parameters
     ----------
     x : Value
-        What to store.
+        The value to store.
     dtype : str or DType
         ``"e4m3"`` or ``"e5m2"``.
     block : int
-        Columns that share a scale: 128.
+        Number of columns that share a scale: 128.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
     Raises
     ------
     EpilogueError
-        If there is no such type or block, or as for :func:`relu`.
+        If the type or the block is not supported, or as for :func:`relu`.
 
     Examples
     --------
@@ -154,10 +154,10 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
 
 
 def swap_pairs(x: Value | float) -> Value:
-    """Return x of the other column of a pair: columns 0 and 1 of D are one, 2 and 3 the next. N must be even.
+    """Return x of the other column of a pair. Columns 0 and 1 of D are one pair, 2 and 3 the next. N must be even.
 
-    With it a rotary embedding of neighbouring columns is an epilogue: ``x * cos(angle) + swap_pairs(x) * sin(angle)``,
-    whose angle is negative in even columns.
+    It makes a rotary embedding of neighbouring columns an epilogue: ``x * cos(angle) + swap_pairs(x) * sin(angle)``,
+    with negative angles in even columns.
 
     Raises
     ------

@@ -91,7 +91,7 @@ def exp2(x: Value | float) -> Value:
 
 
 def expm1(x: Value | float) -> Value:
-    """Return e to the power of x, less 1: exact where x is small.
+    """Return eˣ − 1, accurate also for small x.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def log2(x: Value | float) -> Value:
 
 
 def log1p(x: Value | float) -> Value:
-    """Return the natural logarithm of 1 + x: exact where x is small, −∞ at −1, NaN below.
+    """Return the natural logarithm of 1 + x, accurate also for small x: −∞ at −1, NaN below.
 
     Raises
     ------
@@ -176,9 +176,9 @@ def erf(x: Value | float) -> Value:
 
 
 def ndtr(x: Value | float) -> Value:
-    """Return the normal distribution up to x, as ``torch.special.ndtr`` does.
+    """Return the cumulative distribution function of the normal distribution at x, as ``torch.special.ndtr`` does.
 
-    ``x * ndtr(x)`` is GELU. It is faster than 0.5 (1 + erf(x / √2)), and exact at negative x as well.
+    ``x * ndtr(x)`` is GELU. Unlike 0.5 (1 + erf(x / √2)), it has no cancellation at negative x.
 
     Raises
     ------

@@ -77,10 +77,10 @@ def bench(
     rounds: int = ROUNDS,
     clock: Clock | None = None,
 ) -> Benchmark:
-    """Time an op against other ways to compute the same, as the benchmarks of this library do.
+    """Time an op against other implementations of the same computation, as this library's benchmarks do.
 
-    All ways are interleaved: each runs once in a round, in a random order. Ratios are formed within rounds. Inputs
-    rotate, so that no operand is still in the L2 cache. First our result is compared with FP64.
+    All implementations run once in every round, in random order. Ratios are formed within rounds. Inputs rotate, so
+    that no operand is still in the L2 cache. First our result is compared with one in FP64.
 
     Parameters
     ----------
@@ -91,14 +91,15 @@ def bench(
     dtype : str
         Dtype of A and B.
     a, b : str
-        Their majors, ``"row"`` or ``"col"``. A weight (N, K) passed as ``weight.t()`` is col.
+        Majors of A and B, ``"row"`` or ``"col"``. A weight (N, K) passed as ``weight.t()`` is ``"col"``.
     against : str or iterable of str
-        The other ways: ``"eager"``, ``"cublaslt"``, ``"compile"`` (torch.compile with max-autotune), ``"triton"`` and
-        ``"quack"``. Those that are not installed, or do not compute the op, are left out and named.
+        The other implementations: ``"eager"``, ``"cublaslt"``, ``"compile"`` (torch.compile with max-autotune),
+        ``"triton"`` and ``"quack"``. Those that are not installed, or do not support the op, are left out; the result
+        names them.
     rounds : int
-        Rounds that count.
+        Number of measured rounds.
     clock : Clock, optional
-        Another way to take times.
+        Another clock, for tests.
 
     Returns
     -------
@@ -110,7 +111,7 @@ def bench(
     NoDeviceError
         If there is no GPU.
     MeasuringError
-        If our result is wrong.
+        If our result's error is more than twice that of eager PyTorch.
     TypeError, ValueError
         If an argument is unknown.
 

@@ -14,7 +14,7 @@ from cutlass_ops.tools.bench.numbers import METHODS, OURS, Numbers
 
 @dataclass(frozen=True, repr=False)
 class Benchmark(Numbers):
-    """A comparison of one op, as :func:`cutlass_ops.bench` returns it. In a notebook, it shows itself.
+    """A comparison of one op, returned by :func:`cutlass_ops.bench`. A notebook displays it as tables and a plot.
 
     Attributes
     ----------

@@ -150,7 +150,7 @@ def bench(
             help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all.",
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds that count. Default: 25.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of measured rounds. Default: 25.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one HTML page with plots to this file.")] = None,
     as_json: Json = False,

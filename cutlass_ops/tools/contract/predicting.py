@@ -52,18 +52,19 @@ def contract(
     ----------
     a, b : torch.Tensor or str
         A (M, K) and B (K, N): tensors, or element type and major such as ``"bf16.row"``. Types are f16, bf16, f32, f64,
-        i8, e4m3 and e5m2. The major of a text is row for A and col for B if it names none, as for a linear layer.
-        ``".align4"`` declares lines that begin at multiples of four elements only.
+        i8, e4m3 and e5m2. If a string has no major, it is row for A and col for B, as for a linear layer. ``".align4"``
+        says that lines begin only at multiples of four elements.
     m, n, k : int
-        Extents, where A and B are texts.
+        Extents, if A and B are strings.
     arch : str, optional
         ``"sm_70"`` to ``"sm_120"``, or a known GPU such as ``"H200"``. Default: this machine's GPU, else sm_90.
     program : str, optional
-        Whose rules: ``"library"`` for kernels like those of this library, CUTLASS and cuBLAS, ``"triton"`` for
-        ``tl.dot`` or ``"wmma"`` for ``nvcuda::wmma``. Default: triton if blocks are given.
+        The kind of program: ``"library"`` for kernels like those of this library, CUTLASS and cuBLAS, ``"triton"`` for
+        ``tl.dot`` or ``"wmma"`` for ``nvcuda::wmma``. Default: triton if `block_m` and the others are given, else
+        library.
     precision : str, optional
-        What becomes of FP32: ``"ieee"``, ``"tf32"``, or ``"tf32x3"`` for three products of TF32. Default: for tensors
-        what ``torch.get_float32_matmul_precision()`` says, else ieee.
+        How FP32 is multiplied: ``"ieee"``, ``"tf32"``, or ``"tf32x3"`` for three products of TF32. Default: for
+        tensors, the setting of ``torch.get_float32_matmul_precision()``; otherwise ieee.
     block_m, block_n, block_k, num_warps, num_stages : int, optional
         The constants of a Triton kernel: its tile, and by default 4 warps and 3 stages.
 
@@ -75,7 +76,7 @@ def contract(
     Raises
     ------
     ValueError
-        If an argument is missing, unknown, does not fit another one, or has no effect. The message says what to give.
+        If an argument is missing or unknown, contradicts another one, or has no effect. The message says what to give.
 
     Examples
     --------

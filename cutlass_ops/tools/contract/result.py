@@ -63,21 +63,21 @@ class Ruling:
 
 @dataclass(frozen=True, repr=False)
 class Contract:
-    """What a GEMM will run on, and why.
+    """The instruction that a GEMM will run, and why.
 
     Attributes
     ----------
     program : str
-        Whose rules: ``"library"``, ``"triton"`` or ``"wmma"``.
-    architecture : str
-        Such as ``"sm_90"``.
+        The kind of program: ``"library"``, ``"triton"`` or ``"wmma"``.
+        architecture : str
+        For example ``"sm_90"``.
     a, b : str
-        Element type, major, and alignment where it is below 16 bytes.
+        Element type and major, and the alignment if it is below 16 bytes.
     problem : tuple of int
         M, N and K.
     family : str
-        ``"tcgen05"``, ``"wgmma"``, ``"mma.sync"``, ``"none"`` for CUDA cores alone, or ``"nothing"`` if the program
-        does not compile or launch.
+        ``"tcgen05"``, ``"wgmma"``, ``"mma.sync"``, ``"none"`` for CUDA cores, or ``"nothing"`` if the program does not
+        compile or launch.
     instruction : str
         Family and shape of the instruction, such as ``"wgmma m64nNk16"``, or what happens instead.
     opcode : str
@@ -85,12 +85,12 @@ class Contract:
     best : str
         The fastest instruction that this architecture has for these types, or for the types they convert to.
     peak_fraction : float or None
-        The part of the Tensor Cores' peak for these types that the instruction can reach, padding counted: an upper
-        bound, not a forecast. None if nobody measured it.
+        An upper bound of the part of the Tensor Cores' peak for these types that the kernel can reach: the
+        instruction's share, times the share of products that are not padding. None if the instruction was not measured.
     conditions : tuple of Condition
         All conditions, met or not.
     roofline : Roofline or None
-        Lower bounds of the time in microseconds on a chip of the architecture; None if its peaks are not known here.
+        Lower bounds of the time in microseconds on a chip of the architecture; None if its peaks are unknown.
     chip : str
         The name of that chip.
 
