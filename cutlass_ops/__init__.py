@@ -1,4 +1,4 @@
-"""GEMMs with the epilogue you write in Python, as compiled CUTLASS kernels for Sm80 and Sm90.
+"""GEMMs with epilogues written in Python, as compiled CUTLASS kernels for sm_80 to sm_90a.
 
 >>> import torch
 >>> import cutlass_ops as co

@@ -50,13 +50,17 @@ def tune(
     ] = None,
     wgrad: Annotated[
         bool,
-        typer.Option("--wgrad", help="Of groups, tune grouped_gemm_wgrad: K is the mean of an expert's rows."),
+        typer.Option(
+            "--wgrad", help="With --groups: tune grouped_gemm_wgrad. K is the mean number of rows of an expert."
+        ),
     ] = False,
-    kernels: Annotated[int | None, typer.Option(min=1, help="Most kernels to compile. Default: 48.")] = None,
-    candidates: Annotated[
-        int | None, typer.Option(min=1, help="Most kernels to race at one problem. Default: 12.")
+    kernels: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of kernels to compile. Default: 48.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each race. Default: 11.")] = None,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of kernels to time at each problem. Default: 12.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds in which kernels are timed. Default: 11.")] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -67,18 +71,20 @@ def tune(
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the tables. Default: where calls look for them.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also measure problems measured before.")] = False,
-    refine: Annotated[bool, typer.Option("--refine", help="Also try neighbours of the best kernels so far.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    refine: Annotated[
+        bool, typer.Option("--refine", help="Search around the fastest kernels of earlier runs.")
+    ] = False,
     allow_fallback: Annotated[
-        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls for which it was faster.")
+        bool, typer.Option("--allow-fallback", help="Let PyTorch serve the problems at which it was faster.")
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Use only kernels that give bit-identical results.")
+        bool, typer.Option("--deterministic", help="Use only kernels that all give the same bits (none that split K).")
     ] = False,
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Measure which kernels are fastest, and keep the result.
+    """Measure which kernels are fastest on this GPU, and keep the result for later calls.
 
     A stopped run continues where it ended. Exit code 1 if a problem failed or time ran out.
     """
@@ -173,7 +179,7 @@ def contract(
         str | None,
         typer.Option(
             callback=later("tools.contract.predicting", "require_program"),
-            help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library.",
+            help="Kind of program: library (this one, CUTLASS, cuBLAS), triton or wmma. Default: library.",
         ),
     ] = None,
     precision: Annotated[
@@ -199,7 +205,7 @@ def contract(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
+    """Predict which instruction a GEMM will run, and what to change for a faster one. Nothing is compiled.
 
     Exit code 1 if a condition of the fastest instruction is broken.
     """

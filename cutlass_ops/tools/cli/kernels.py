@@ -33,11 +33,13 @@ def doctor(as_json: Json = False) -> None:
 
 def generate(
     catalogue: CatalogueName = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: generated/ of this installation.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing. Exit code 1 if anything is stale.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default, without CATALOGUE: generated/.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; print stale files. Exit code 1 if there are any.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Render a catalogue as C++ files and a manifest."""
+    """Render the C++ sources of a catalogue or a declaration, and a manifest. No compiler is needed."""
     if catalogue is not None and out is None:
         raise typer.BadParameter("--out is missing: name a folder for the sources of this catalogue")
     from cutlass_ops.tools.commands import kernels as commands
@@ -84,7 +86,7 @@ def inspect(
     minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
-    """Report on compiled kernels.
+    """Show the properties of compiled kernels.
 
     Shows Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
     """
@@ -122,7 +124,7 @@ def clean(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove kernels from the store: all, or unused ones."""
+    """Remove kernels from the store: all of them, unless an option selects some."""
     from cutlass_ops.tools.commands import kernels as commands
 
     unused_for = None if older_than is None else units.duration(older_than, "--older-than")

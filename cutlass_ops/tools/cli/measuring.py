@@ -68,18 +68,18 @@ def profile(
         list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
+        str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="For an op: dtype of A and B.")
     ] = "bf16",
     kernels: Annotated[
         str | None,
         typer.Option(
             metavar="REGEX",
             callback=readable(require_pattern),
-            help="Only kernels whose name matches. Fewer take less time.",
+            help="Profile only kernels whose name matches. ncu runs each kernel several times, so select few.",
         ),
     ] = None,
-    launches: Annotated[int | None, typer.Option(min=1, help="Most launches to count.")] = None,
-    skip: Annotated[int | None, typer.Option(min=0, help="Launches to skip first.")] = None,
+    launches: Annotated[int | None, typer.Option(min=1, help="Maximum number of launches to profile.")] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Number of launches to skip first.")] = None,
     counters: Annotated[
         Path | None,
         typer.Option("--csv", metavar="FILE", help="Read this CSV of ncu, recorded elsewhere, and run nothing."),
@@ -88,7 +88,7 @@ def profile(
         str | None,
         typer.Option(metavar="GPU", callback=readable(gpus.gpu_named), help="With --csv: the GPU, for the roofline."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep ncu's CSV in this file.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save ncu's CSV in this file.")] = None,
     plot: Annotated[
         list[Path] | None,
         typer.Option(
@@ -97,29 +97,34 @@ def profile(
             help="Draw the roofline: .svg or .png. May be repeated.",
         ),
     ] = None,
-    no_ncu: Annotated[bool, typer.Option("--no-ncu", help="Take times by torch.profiler only.")] = False,
-    no_trace: Annotated[bool, typer.Option("--no-trace", help="Take no times by torch.profiler.")] = False,
+    no_ncu: Annotated[
+        bool, typer.Option("--no-ncu", help="Only measure times by torch.profiler; do not run ncu.")
+    ] = False,
+    no_trace: Annotated[
+        bool, typer.Option("--no-trace", help="Do not measure times by torch.profiler; only run ncu.")
+    ] = False,
     timeout: Annotated[
-        float, typer.Option(callback=readable(require_time), help="Seconds until a run is ended.")
+        float, typer.Option(callback=readable(require_time), help="Seconds after which a run is stopped.")
     ] = 1800.0,
     as_json: Json = False,
 ) -> None:
-    """Count what the kernels of a program do, with Nsight Compute, and say what limits each.
+    """Profile the kernels of a program with Nsight Compute, and say what limits each.
 
-    Works with any PyTorch script. Exit code 4 if there are no counters: times by torch.profiler are printed then.
+    Works with any PyTorch script. If ncu cannot read counters, it prints times by torch.profiler, and
+    its exit code is 4.
     """
     if no_ncu and no_trace:
         raise typer.BadParameter("--no-ncu and --no-trace exclude each other: nothing would be measured")
     if (target is None) == (counters is None):
         raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
     if no_ncu:
-        refuse_given(context, _COUNTING, "with --no-ncu: ncu alone counts, and selects kernels")
+        refuse_given(context, _COUNTING, "with --no-ncu: only ncu reads counters and selects kernels")
     if counters is not None:
         refuse_given(context, _RUNNING, "with --csv: nothing runs")
     else:
         refuse_given(context, ("device",), "without --csv: kernels run on this machine's GPU")
     if target is not None and spelling.is_script(target):
-        refuse_given(context, ("dtype",), "on a script: it is an op's")
+        refuse_given(context, ("dtype",), "on a script: it is only for an op")
     elif target is not None:
         name = readable(spelling.op_of)(target)
         if not arguments:

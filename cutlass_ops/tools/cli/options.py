@@ -161,7 +161,7 @@ PublicKeyFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--key",
-        help=f"PEM file of an Ed25519 public key. If repeated, one must have signed. Default: {env.BUNDLE_KEY.name}.",
+        help=f"PEM file of an Ed25519 public key. If repeated, any of them may sign. Default: {env.BUNDLE_KEY.name}.",
     ),
 ]
 MinimumVersion = Annotated[
@@ -184,7 +184,7 @@ Problems = Annotated[
     typer.Argument(
         metavar="MxNxK...",
         callback=readable(spelling.problems_of),
-        help="Problems such as 512x4096x4096. Extents may be lists, such as 1,16,64x4096x4096.",
+        help="Problems such as 512x4096x4096. M, N and K may each be a list, such as 1,16,64x4096x4096.",
     ),
 ]
 BatchesOf = Annotated[
@@ -200,7 +200,7 @@ GroupsOf = Annotated[
     typer.Option(
         min=1,
         max=MOST_EXTENT,
-        help="Number of experts of grouped_gemm: M is the mean of an expert's rows. Default: no groups.",
+        help="Number of experts of grouped_gemm. M is then the mean number of rows of an expert. Default: no groups.",
     ),
 ]
 DtypeOf = Annotated[
@@ -212,6 +212,6 @@ MajorOf = Annotated[
     typer.Option(
         metavar="MAJOR",
         callback=readable(spelling.major_of),
-        help="row or col. A weight (N, K) passed as weight.t() is col.",
+        help="Major of the operand: row or col. A weight (N, K) passed as weight.t() is col.",
     ),
 ]

@@ -23,7 +23,7 @@ from cutlass_ops.tools.cli.options import Command
 
 app = typer.Typer(
     name="cutlass-ops",
-    help="GEMMs with the epilogue you write in Python, as compiled CUTLASS kernels.",
+    help="Compile, tune and ship CUTLASS GEMM kernels with epilogues written in Python.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

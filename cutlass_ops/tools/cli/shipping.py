@@ -44,9 +44,9 @@ def bundle(
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Build a catalogue's kernels and pack them. No GPU is needed.
+    """Compile a catalogue's kernels and pack them into a bundle. No GPU is needed.
 
-    The bundle also has their sources, choices and tuning tables.
+    The bundle also contains their sources, the choice of kernels for each weight, and tuning tables.
     """
     if wheel is not None and folder:
         raise typer.BadParameter("--wheel and --folder exclude each other: a wheel holds one file")
@@ -70,7 +70,7 @@ def distribution(
             help="sm_80, sm_86, sm_89 or sm_90a.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the wheel.")] = Path("dist"),
+    out: Annotated[Path, typer.Option(help="Folder for the wheel.")] = Path("dist"),
     op: Annotated[
         list[str] | None,
         typer.Option(callback=later("ship.distributing", "require_op"), help="Only this named op. May be repeated."),
@@ -82,27 +82,30 @@ def distribution(
     behind: Annotated[
         float,
         typer.Option(
-            min=0, max=100, help="A tuned problem may be at most this many percent slower than with its table's kernel."
+            min=0,
+            max=100,
+            help="At tuned problems, the wheel's best kernel is at most this many percent slower than the fastest.",
         ),
     ] = 3.0,
     most: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of kernels of a signature, the most useful ones.")
+        int | None, typer.Option(min=1, help="Keep at most this many kernels for each signature, the most useful ones.")
     ] = None,
     only: Annotated[
-        int | None, typer.Option(min=1, help="Compile at most this many of the missing kernels; run again to go on.")
+        int | None, typer.Option(min=1, help="Compile at most this many of the missing kernels; run again to continue.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be built, and compile nothing.")] = False,
     sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
     version: Annotated[
-        str | None, typer.Option(callback=readable(require_version), help="Version. Default: this library's.")
+        str | None,
+        typer.Option(callback=readable(require_version), help="Version of the wheel. Default: this library's."),
     ] = None,
     jobs: Jobs = None,
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Build the distribution of ready kernels for an architecture: a wheel. No GPU is needed.
+    """Build a wheel of precompiled kernels for an architecture. No GPU is needed.
 
-    Compiled kernels stay in the store, so an interrupted build goes on where it was.
+    Compiled kernels stay in the store, so an interrupted build continues where it stopped.
     """
     if plan and only is not None:
         raise typer.BadParameter("--plan and --only exclude each other: --plan compiles nothing")
@@ -129,7 +132,7 @@ def verify(
     minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
-    """Check everything that a bundle claims.
+    """Check a bundle.
 
     Compares hashes, keys, targets, symbols, instructions and the signature. Exit code 5 if anything is wrong.
     """
