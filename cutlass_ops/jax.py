@@ -228,7 +228,7 @@ def _checked(arrays: Sequence[Any], graph: Graph, out_dtype: str | None) -> Call
 def _torch_dtype(name: str, dtype: Any) -> torch.dtype:
     found = getattr(torch, np.dtype(dtype).name, None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is {dtype}, of which no kernel knows")
+        raise TypeError(f"{name} is {dtype}, which no kernel supports: use float16, bfloat16 or float32")
     return found
 
 

@@ -373,7 +373,7 @@ def manifest_of(
     for artifact in sorted(artifacts, key=lambda a: a.key):
         identity, spec = artifact.manifest["identity"], artifact.spec
         if not isinstance(spec, KernelSpec):
-            raise BundleError(f"{spec.slug} is no kernel of a GEMM, and a bundle has no others")
+            raise BundleError(f"{spec.slug} is not a GEMM kernel, and a bundle has only these: leave it out")
         head = {"toolchain": identity["toolchain"], "templates": identity["templates"]}
         heads[checked_json.canonical(head)] = head
         flags[spec.target] = {step: tuple(values) for step, values in identity["flags"].items()}

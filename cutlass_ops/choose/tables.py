@@ -97,13 +97,13 @@ class Table:
             return
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
         if len({p.problem for p in ordered}) != len(ordered):
-            raise ConfigError("a table has one point for each problem")
+            raise ConfigError("a table must have one point for each problem, and has two for one")
         for point in ordered:
             refusal = self.signature.form.refuses(point.problem)
             if refusal:
                 raise ConfigError(refusal)
             if point.spreads and not self.signature.form.operands:
-                raise ConfigError(f"problem {point.problem} has spreads, and the form {self.signature.form} no groups")
+                raise ConfigError(f"problem {point.problem} has spreads, but form {self.signature.form} has no groups")
         object.__setattr__(self, "points", ordered)
 
     def is_about(self, signature: OpSignature, device: str) -> bool:
@@ -415,10 +415,10 @@ def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder])
     problem = Problem.from_json(fields["problem"])
     date = checked_json.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
-        raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
+        raise ConfigError(f"date is {date!r}: write it like 2026-11-21")
     rows = checked_json.sequence(fields["measured"], "measured", _MAX_CONFIGS)
     if not rows:
-        raise ConfigError("measured is empty: a point has at least one kernel's time")
+        raise ConfigError("measured is empty: a point needs the time of at least one kernel")
     peers = checked_json.mapping(fields["peers"], "peers", None)
     if len(peers) > _MAX_PEERS:
         raise ConfigError(f"peers are {len(peers)}: at most {_MAX_PEERS} are allowed")

@@ -60,7 +60,7 @@ class Form:
             raise TypeError(f"form must be the name of a form, not {reprlib.repr(given)}: use {' or '.join(FORMS)}")
         found = FORMS.get(name)
         if found is None or (isinstance(given, Form) and given != found):
-            raise ConfigError(f"form is {checked_json.shown(name)}, which there is not: use {' or '.join(FORMS)}")
+            raise ConfigError(f"form is {checked_json.shown(name)}, which is not a form: use {' or '.join(FORMS)}")
         return found
 
     def refuses(self, problem: Problem) -> str | None:

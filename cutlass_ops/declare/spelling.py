@@ -218,7 +218,8 @@ def op_of(text: str) -> str:
         return f"{path}:{attribute}"
     if name.lower().startswith("grouped_gemm"):
         raise ConfigError(
-            f"{reprlib.repr(text)} has the op of its epilogue: name that, and pass --groups to explain or tune"
+            f"{reprlib.repr(text)} is not an op here: name its epilogue, or gemm for none, and pass --groups to "
+            "explain or tune"
         )
     question = f": {alike(name, OPS)}" if alike(name, OPS) else "."
     raise ConfigError(

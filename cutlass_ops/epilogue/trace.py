@@ -157,7 +157,9 @@ class _Inlined:
         tracer, graph = TRACER.get(), self._graph
         assert tracer is not None  # as Epilogue asks
         if graph.block_scales:
-            raise tracer.error(f"{self.__name__} has scales of blocks, which no operation reads: write it out here")
+            raise tracer.error(
+                f"{self.__name__} has scales of blocks, and cannot be called in another epilogue: copy its expression"
+            )
         try:
             acc, *values = self.__signature__.bind(*args, **kwargs).args
         except TypeError as exc:
@@ -368,7 +370,7 @@ def _outputs(tracer: Tracer, result: object) -> list[Output]:
     d = result["d"]
     if isinstance(d, Quantized):
         if D_SCALE in result:
-            raise tracer.error_at_def(f"the name {D_SCALE!r} is that of the scales of a quantised D: use another")
+            raise tracer.error_at_def(f"the name {D_SCALE!r} is reserved for scales of a quantised D: use another name")
         scales = Output(D_SCALE, d.node, Kind.BLOCKS_D, d.dtype)
         first = [_output(tracer, "d", Computed(d.tracer, d.node)), scales]
     else:
@@ -395,9 +397,7 @@ def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
             "needs a name of its own, and D's is 'd'"
         )
     if names[0] != "d":
-        raise tracer.error_at_def(
-            f"the function returns values called {', '.join(names)}, and a call returns D first: put 'd' first"
-        )
+        raise tracer.error_at_def(f"the function returns {', '.join(names)}, and D must come first: put 'd' first")
     return dict(zip(names, result, strict=True))
 
 

@@ -350,7 +350,7 @@ class Value(Symbol):
 
     def __pow__(self, exponent: Value | float, modulus: object = None) -> Value:
         if modulus is not None:
-            raise self.tracer.error("pow takes no modulus: an epilogue has no operator %")
+            raise self.tracer.error("pow takes no modulus in an epilogue: leave out the third argument")
         return power(self.tracer, self, exponent)
 
     def __rpow__(self, base: float) -> Value:

@@ -64,8 +64,8 @@ class Folded:
         parameters = sources()
         if any(p.is_inference() for p in parameters):
             raise ValueError(
-                "a parameter was made inside torch.inference_mode(), and does not count its changes, so that a folded "
-                "copy would outlive them: make or load the module outside of it"
+                "a parameter was created inside torch.inference_mode() and has no version counter, so changes of it "
+                "would not be noticed: create or load the module outside of it"
             )
         with torch.no_grad():
             self.value = make()

@@ -53,7 +53,7 @@ class NormLinear(torch.nn.Module):
         if not self._is_read(self.norm, self.linear):
             raise ValueError(
                 "norm or linear has a hook, another class or activation, a parametrization, or a weight that is "
-                "quantised or a DTensor, so that it is called, and not folded: remove that, or do not fold"
+                "quantised or a DTensor, so it must be called and cannot be folded: remove that, or do not fold"
             )
         weight = self._weight()
         if weight.dtype not in (torch.float16, torch.bfloat16):

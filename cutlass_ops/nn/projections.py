@@ -45,7 +45,7 @@ class Projections:
         if not self._are_read(layer, linears):
             raise ValueError(
                 "a projection or the norm before it has a hook, another class, a parametrization, or a weight that is "
-                "quantised or a DTensor, so that it is called, and not folded: remove that, or do not fold"
+                "quantised or a DTensor, so it must be called and cannot be folded: remove that, or do not fold"
             )
         self._folded.fold(lambda: _together(layer), lambda: _sources(layer))
 

@@ -206,8 +206,8 @@ class Fp8State(torch.nn.Module):
             raise ValueError(f"scaling is {value!r}: use {', '.join(map(repr, get_args(Scaling)))}")
         if self.recipe == "RowWise" and value != "current":
             raise ValueError(
-                f"scaling is {value!r} with the recipe 'RowWise', and rows of another pass are other rows: use "
-                "scaling='current', or 'TensorWise'"
+                f"scaling is {value!r} with the recipe 'RowWise', but the scales of one pass do not fit the rows of "
+                "another: use scaling='current', or the recipe 'TensorWise'"
             )
         self._scaling: Scaling = value
 
@@ -352,7 +352,10 @@ class Fp8State(torch.nn.Module):
 
     def _require_kept(self, what: str) -> None:
         if self.scaling == "current":
-            raise ValueError(f"{what} belongs to delayed scaling, and this scaling is current, which keeps nothing")
+            raise ValueError(
+                f"{what} is for delayed scaling, and scaling is 'current', which keeps nothing between passes: leave "
+                "out this call, or set scaling = 'delayed'"
+            )
 
     def _require_to_change(self, name: str = "", value: Tensor | None = None) -> None:
         """Require that scale and history may change in place, also by a value of that name."""

@@ -36,7 +36,7 @@ def _prepare_swiglu(
     normed = eps is not None or rstd is not None
     folded = any(isinstance(w, PreparedWeight) and w.folded for w in (w_gate, w_up))
     if not normed and (gamma is not None or folded):
-        raise TypeError("gamma, or a prepared weight, needs a norm: pass eps= or rstd=")
+        raise TypeError("gamma or a prepared weight is given without a norm: pass eps= or rstd=")
     weights.require_alike(w_gate, "up", w_up)
     gate, up = weights.matrix_of(w_gate, gamma, "w"), weights.matrix_of(w_up, gamma, "up")
     scale_b = weights.weight_scale(w_gate, scale_b, "scale_b")
@@ -47,7 +47,7 @@ def _prepare_swiglu(
     if any(given) and not all(given):
         missing = next(n for n, g in zip(("scale_a", "scale_b", "scale_up"), given, strict=True) if not g)
         raise TypeError(
-            f"{missing} is missing: pass all of scale_a=, scale_b= and scale_up=, 1.0 for what has no scale"
+            f"{missing} is missing: pass all of scale_a=, scale_b= and scale_up=, with 1.0 if there is no scale"
         )
     # In the order in which Graph.then has them.
     after = () if scale_out is None else (scale_out,)
@@ -55,8 +55,9 @@ def _prepare_swiglu(
         return swiglu_op(norm, None, quantise, amax), (x, gate, *values, up, *after)
     if isinstance(scale_a, Tensor) and scaled.has_blocks(x, scale_a):
         raise ValueError(
-            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and gemm_swiglu takes one for each "
-            "row: call scaled_gemm for each weight, the second time with an epilogue that multiplies by the gate"
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and gemm_swiglu takes only numbers or "
+            "one for each row: call scaled_gemm for each weight, the second time with an epilogue that multiplies by "
+            "the gate"
         )
     vectors = scaled.is_vector(scale_a), scaled.is_vector(scale_b), scaled.is_vector(scale_up)
     return swiglu_op(norm, vectors, quantise, amax), (x, gate, scale_a, scale_b, *values, scale_up, up, *after)

@@ -62,8 +62,9 @@ def require(called: Portable, b: Tensor, wrt: frozenset[str]) -> None:
     step = arch.TMA_ALIGNMENT_BYTES // b.element_size()
     if b.shape[-1] % step:
         raise ValueError(
-            f"w has {b.shape[-1]} columns, and gradients multiply rows as long, which begin at multiples of "
-            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad N to a multiple of {step}, or call under torch.no_grad()"
+            f"w has {b.shape[-1]} columns, and the backward multiplies the gradient of D, whose rows must begin at "
+            f"multiples of {arch.TMA_ALIGNMENT_BYTES} bytes: pad N to a multiple of {step}, or call under "
+            "torch.no_grad()"
         )
 
 

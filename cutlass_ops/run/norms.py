@@ -413,7 +413,7 @@ def _prepare_layer(
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("layernorm_gemm", inputs.get("math"), ())
     if isinstance(w, PreparedWeight):
-        raise TypeError("w is prepared, and not for a layer norm: pass prepare_layernorm(weight, gamma, beta)")
+        raise TypeError("w is prepared by prepare(), not for a layer norm: pass prepare_layernorm(weight, gamma, beta)")
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
@@ -539,7 +539,7 @@ def _composed(
             assert epilogue is not None
             raise ValueError(
                 f"{epilogue.name} has outputs besides D, {', '.join(o.name for o in graph.outputs[1:])}, and "
-                "scale_out= and amax= are of an epilogue that gives D alone: write them into the epilogue"
+                "scale_out= and amax= need an epilogue that returns only D: write the scale and amax into the epilogue"
             )
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
     return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
@@ -611,12 +611,13 @@ def quantise_by(
     _check_amax(amax)
     if scale_out is None:
         if amax:
-            raise TypeError("amax=True is of a result in FP8: pass scale_out=, which divides it")
+            raise TypeError("amax=True is given, and the result is not in FP8: pass scale_out=, its divisor, as well")
         return None
     d = out.get("d") if isinstance(out, Mapping) else out
     given = d.dtype if isinstance(d, Tensor) else out_dtype
     if given not in fp8.DTYPES:
-        raise TypeError(f"scale_out is that of a result in FP8: pass out_dtype={fp8.DTYPES[0]}, not {given}")
+        instead = "" if given is None else f", not {given}"
+        raise TypeError(f"scale_out needs a result in FP8: pass out_dtype={fp8.DTYPES[0]}{instead}")
     return "rows" if scaled.is_vector(scale_out) else "tensor"
 
 
@@ -633,8 +634,8 @@ def rms_values(
     quantised = scale_a is not None or (isinstance(x, Tensor) and x.dtype in fp8.DTYPES)
     if rstd is None and quantised:
         raise TypeError(
-            "rstd is missing, and x is quantised: its norm is that of what it was quantised from. Pass rstd=, which "
-            "gemm_residual_rms gives, or a cutlass_ops.RowStatistic"
+            "rstd is missing, and x is quantised: the norm needs the statistic of x before it was quantised. Pass "
+            "rstd=, as gemm_residual_rms returns it, or a cutlass_ops.RowStatistic"
         )
     if rstd is None:
         if eps is None:
@@ -646,8 +647,8 @@ def rms_values(
         return composed.rms_norm_of_rstd, (_statistic("rstd", rstd),)
     if isinstance(x, Tensor) and x.ndim and rstd.count != x.shape[-1]:
         raise ValueError(
-            f"rstd is the statistic of rows of {rstd.count} elements, and x has {x.shape[-1]}: pass the one that came "
-            "with x"
+            f"rstd is the statistic of rows of {rstd.count} elements, and rows of x have {x.shape[-1]}: pass the "
+            "statistic that was returned with x"
         )
     # Reshaping x's leading dimensions keeps the order of rows.
     sums = _statistic("rstd.sum_square", rstd.sum_square)

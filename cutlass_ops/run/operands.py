@@ -160,9 +160,9 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
     found = element_type(name, tensor, _MULTIPLIED)
     if found is not f32:
         if math in mma.MATHS:
-            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is of torch.float32 operands: omit math")
+            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is for torch.float32 operands: omit math")
         if math is not None and found not in FP8:
-            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is of FP8 operands: omit math")
+            raise TypeError(f"{name} is {tensor.dtype}, and math={math!r} is for FP8 operands: omit math")
         return found
     if math is None or math in mma.ACCUMULATIONS:
         raise TypeError(
@@ -188,8 +188,8 @@ def require_sums(graph: Graph, math: mma.Math | None) -> None:
     """
     if graph.block_scales and math == "fast":
         raise TypeError(
-            f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which are applied as sums "
-            "are added up in FP32: omit math"
+            f"math is 'fast', and {' and '.join(graph.block_scales)} are scales of blocks, which need promoted "
+            "sums: omit math"
         )
 
 
@@ -255,7 +255,7 @@ def require_scalings(graph: Graph, found: mma.MmaSpec, a: Tensor, b: Tensor, nam
     if graph.block_scales and not found.scalings:
         raise TypeError(
             f"{names[0]} is {a.dtype} and {names[1]} is {b.dtype}, and {' and '.join(graph.block_scales)} are scales "
-            "of blocks, which there are for FP8 only: use a scale for each row and each column, or one number"
+            "of blocks, which only FP8 operands can have: use a scale for each row and each column, or one number"
         )
 
 

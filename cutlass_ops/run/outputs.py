@@ -62,14 +62,19 @@ def check_out(
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
     require_same_device(name, out, arguments.a)
     if arguments.form != DENSE and not batches.is_nested(out):
-        raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
+        raise ValueError(
+            f"{name} has strides {out.stride()}, with which elements share memory: pass a tensor from torch.empty, for "
+            "example"
+        )
     if arguments.form.of_kernels == GROUPED and not has_lines_along(out, 1):
         raise ValueError(f"{name} has strides {out.stride()}, and groups are rows in memory: pass a row-major tensor")
     if arguments.form == MASKED:
         fold(name, out, (prod(flat[:-1]), flat[-1]))  # one distance leads through the rows of all groups
     found = fold(name, out, flat)
     if output.kind in (Kind.ROW, Kind.COL) and found.stride(-1) != 1 and not sizes.surely(found.shape[-1] <= 1):
-        raise ValueError(f"{name} has stride {found.stride(-1)}: it must be contiguous, so pass one of torch.empty")
+        raise ValueError(
+            f"{name} has stride {found.stride(-1)}, and must be contiguous: pass a tensor from torch.empty, for example"
+        )
     return found
 
 

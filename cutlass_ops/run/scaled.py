@@ -31,7 +31,7 @@ def _prepare_scaled(
 ) -> tuple[Op, tuple[Any, ...]]:
     matrix, scale_b = weights.matrix_of(b, None, "b"), scale_of_weight(b, a, scale_a, scale_b)
     if scale_b is None:
-        raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, 1.0 if there is no scale")
+        raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, or 1.0 for no scale")
     rows, columns, blocks = scaling(scale_a, scale_b, _are_of_blocks(a, matrix, scale_a, scale_b))
     return scaled_op(rows, columns, epilogue, blocks), (a, matrix, scale_a, scale_b)
 
@@ -183,9 +183,7 @@ def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
         return None
     if scale_a is None or scale_b is None:
         given, missing = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
-        raise TypeError(
-            f"{missing} is missing, and {given} is given: pass {missing}=, which is 1.0 if there is no scale"
-        )
+        raise TypeError(f"{missing} is missing, and {given} is given: pass {missing}=, or 1.0 if there is no scale")
     if _are_of_blocks(a, b, scale_a, scale_b):
         return composed.scaled_blocks
     return composed.SCALED[is_vector(scale_a), is_vector(scale_b)]
@@ -284,8 +282,8 @@ def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | No
     gathered = () if epilogue is None else op_of(epilogue).graph.gathered
     if epilogue is not None and gathered:
         raise ValueError(
-            f"{epilogue.name} takes {', '.join(gathered)}, which are those of a without scales: write all scales into "
-            "the epilogue, and call gemm"
+            f"{epilogue.name} takes {', '.join(gathered)}, which would be means of a without its scales: write all "
+            "scales into the epilogue, and call gemm"
         )
     found = followed("gemm", rows, columns, blocks, epilogue)
     return graph_op("scaled_gemm", found.graph, found.doc)

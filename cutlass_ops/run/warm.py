@@ -166,7 +166,7 @@ class Warm(portable.Portable):
         TypeError
             If nothing does.
         """
-        raise TypeError(f"{self.name} takes no math: it is of FP32 operands, and of ops such as cutlass_ops.gemm")
+        raise TypeError(f"{self.name} takes no math: omit it. Ops such as cutlass_ops.gemm take math")
 
     @abstractmethod
     def checked_call(

@@ -452,7 +452,7 @@ def read_spec(path: Path) -> KernelSpec:
     """
     found = read_declaration(path)
     if not isinstance(found, KernelSpec):
-        raise ConfigError(f"{path}: {found.slug} is no kernel of a GEMM, and a catalogue has no others")
+        raise ConfigError(f"{path}: {found.slug} is not a GEMM kernel, and a catalogue has only these: leave it out")
     return found
 
 

@@ -620,17 +620,17 @@ def tune(
     >>> co.tune(co.gemm, [(16, 2048, 4096)], groups=64, spreads=("random", "Zipf"))  # doctest: +SKIP
     """
     if allow_fallback and deterministic:
-        raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
+        raise ValueError("allow_fallback and deterministic exclude each other, since PyTorch's bits differ: pass one")
     for name, major in (("a", a), ("b", b)):
         if major not in get_args(Major):
-            raise ValueError(f"{name} is {major!r}: say row or col, its major")
+            raise ValueError(f"{name} is {major!r}: use 'row' or 'col', the major of {name.upper()}")
     asked, effort = wgrad_op() if op is grouped_gemm_wgrad else called(op), effort or Effort()
     if not isinstance(effort, Effort):
         raise TypeError(f"effort must be a cutlass_ops.Effort, not {reprlib.repr(effort)}")
     batches, groups = plain(batches), plain(groups)
     form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
     if form.operands and allow_fallback:
-        raise ValueError("allow_fallback is of calls that PyTorch serves, and it serves none of groups: omit it")
+        raise ValueError("allow_fallback lets PyTorch serve calls, and PyTorch serves no calls with groups: omit it")
     graph = asked.graph
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}

@@ -220,7 +220,7 @@ def test_further_tiles_have_batches():
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (normal(5, 8).expand(3, 5, 8), "by which elements share memory"),
+        (normal(5, 8).expand(3, 5, 8), "with which elements share memory"),
         (normal(3, 8, 5), "it must have shape (3, 5, 8)"),
         (normal(5, 8), "it must have shape (3, 5, 8)"),
     ],

@@ -286,7 +286,7 @@ class TestErrors:
         def element(acc):
             return co.cast(acc, "i8")  # <-
 
-        refused(approximation, "approximate='none' and approximate='tanh', not 'erf'")
+        refused(approximation, "approximate is 'erf': use 'none' or 'tanh'")
         refused(bounds, "needs min, max or both")
         refused(element, "dtype 'i8' is not supported here", "bf16")
 
@@ -318,9 +318,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("annotation", "result", "problem"),
         [
-            (Swapped, lambda acc: Swapped(acc, acc + 1), "a call returns D first: put 'd' first"),
-            (None, lambda acc: Swapped(acc, acc + 1), "a call returns D first: put 'd' first"),
-            (("pre", "d"), lambda acc: (acc, acc + 1), "a call returns D first: put 'd' first"),
+            (Swapped, lambda acc: Swapped(acc, acc + 1), "D must come first: put 'd' first"),
+            (None, lambda acc: Swapped(acc, acc + 1), "D must come first: put 'd' first"),
+            (("pre", "d"), lambda acc: (acc, acc + 1), "D must come first: put 'd' first"),
             (("d", "y"), lambda acc: acc, "annotation names d, y, and it returns d: give both the same names"),
             (("d", "y"), lambda acc: {"d": acc, "z": acc}, "annotation names d, y, and it returns d, z: give both"),
             (("d", "y", "z"), lambda acc: {"d": acc, "z": acc, "y": acc + 1}, "the same names in the same order"),

@@ -178,7 +178,7 @@ FP64_REFUSED = {
         lambda: co.gemm_bias(A.bfloat16(), W.bfloat16().t(), ROW),
         r"^bias is torch\.float64: use one of",
     ),
-    "math": (lambda: co.gemm(P, Q.t(), math="tf32"), "math='tf32' is of torch.float32 operands: omit math"),
+    "math": (lambda: co.gemm(P, Q.t(), math="tf32"), "math='tf32' is for torch.float32 operands: omit math"),
     "mixed": (lambda: co.gemm(P, Q.bfloat16().t()), "A and B must have the same dtype"),
     "a norm": (lambda: co.rmsnorm_gemm(P, Q.t(), eps=1e-6), "takes mean_square_of_a of its rows, as of 16 bits"),
     "groups": (lambda: co.grouped_gemm(P, Q.t()[None], torch.tensor([24])), r"^x is torch\.float64: use one of"),

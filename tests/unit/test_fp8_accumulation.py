@@ -87,7 +87,7 @@ def test_norms_take_names_too(name):
 
 
 def test_what_is_refused_says_what_to_do():
-    with pytest.raises(TypeError, match="math='promoted' is of FP8 operands: omit math"):
+    with pytest.raises(TypeError, match="math='promoted' is for FP8 operands: omit math"):
         co.gemm(X.bfloat16(), W.bfloat16().t(), math="promoted")
     with pytest.raises(TypeError, match="pass math='tf32'"):
         co.gemm(X.float(), W.float().t(), math="fast")
@@ -146,7 +146,7 @@ def test_groups_take_names_too():
 
 def test_groups_refuse_names_of_other_operands():
     w, offsets = W[None], torch.tensor([8], dtype=torch.int32)
-    with pytest.raises(TypeError, match="math='fast' is of FP8 operands: omit math"):
+    with pytest.raises(TypeError, match="math='fast' is for FP8 operands: omit math"):
         co.grouped_gemm(X.bfloat16(), w.bfloat16().mT, offsets, math="fast")
     with pytest.raises(TypeError, match="takes 'fast' or 'promoted', for FP8"):
         co.grouped_gemm(X, w.mT, offsets, math="tf32")

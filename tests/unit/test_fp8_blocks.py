@@ -326,7 +326,7 @@ def test_errors_say_what_to_pass(scales, kind, message):
 
 def test_other_refusals():
     x, w, scale_a, scale_b, _ = draw()
-    with pytest.raises(TypeError, match=r"scales of blocks, which there are for FP8 only"):
+    with pytest.raises(TypeError, match=r"scales of blocks, which only FP8 operands can have"):
         co.scaled_gemm(x.to(BF16), w.to(BF16), scale_a, scale_b)
     with pytest.raises(ValueError, match=r"^gate has the product up"):
         co.scaled_gemm(x, w, scale_a, scale_b, epilogue=gate, up=w)

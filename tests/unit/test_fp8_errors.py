@@ -30,7 +30,7 @@ def meta(*shape, dtype=torch.float32):
 SAID = {
     "a layer norm's weight": (
         lambda: co.layernorm_gemm(X, FOLDED, eps=1e-5), TypeError,
-        r"^w is prepared, and not for a layer norm: pass prepare_layernorm\(weight, gamma, beta\)",
+        r"^w is prepared by prepare\(\), not for a layer norm: pass prepare_layernorm\(weight, gamma, beta\)",
     ),
     "a norm's weight": (
         lambda: co.rmsnorm_gemm(X, LAYER, eps=1e-5), TypeError,
@@ -53,11 +53,11 @@ SAID = {
     ),
     "a gate's blocks": (
         lambda: co.gemm_swiglu(A, B, B, scale_a=BLOCKS[0], scale_b=1.0, scale_up=1.0), ValueError,
-        r"^scale_a has shape \(8, 2\), as scales of blocks do, .* takes one for each row: call scaled_gemm",
+        r"^scale_a has shape \(8, 2\), as scales of blocks do, .* takes only numbers or one for each row: call scaled_gemm",
     ),
     "outputs and a scale": (
         lambda: co.rmsnorm_gemm(X, W, eps=1e-5, epilogue=two_outputs, scale_out=1.0, out_dtype=E4M3), ValueError,
-        "^two_outputs has outputs besides D, twice, and scale_out= and amax= are of an epilogue that gives D alone",
+        "^two_outputs has outputs besides D, twice, and scale_out= and amax= need an epilogue that returns only D",
     ),
     "PyTorch's bias": (
         lambda: co.scaled_gemm(A, B, 1.0, 1.0, bias=torch.ones(N)), TypeError, "^bias is unknown .*: pass an epilogue=",

@@ -568,7 +568,7 @@ REFUSED = {
     ),
     "blocks and two weights": (
         lambda: co.gemm_swiglu(X, W, W, scale_a=torch.ones(M, 2), scale_b=1.0, scale_up=1.0), ValueError,
-        r"^scale_a has shape \(24, 2\), as scales of blocks do, and gemm_swiglu takes one for each row",
+        r"^scale_a has shape \(24, 2\), as scales of blocks do, and gemm_swiglu takes only numbers or one for each row",
     ),
     "a product after scales": (
         lambda: co.rmsnorm_gemm(X, W, **NORMED, epilogue=gate, up=W), ValueError, "^gate has the product up, which has",
@@ -578,10 +578,10 @@ REFUSED = {
         "^gate has the product up, which has scales",
     ),
     "a scale of a result that is not in FP8": (
-        lambda: co.rmsnorm_gemm(X, W, **NORMED, scale_out=1.0), TypeError, r"^scale_out is .*pass out_dtype=.*e4m3fn",
+        lambda: co.rmsnorm_gemm(X, W, **NORMED, scale_out=1.0), TypeError, r"^scale_out needs .*pass out_dtype=.*e4m3fn",
     ),
     "the same of two weights, with out": (
-        lambda: co.gemm_swiglu(X, W, W, scale_out=1.0, out=TILE), TypeError, r"^scale_out is .*not torch.bfloat16",
+        lambda: co.gemm_swiglu(X, W, W, scale_out=1.0, out=TILE), TypeError, r"^scale_out needs .*not torch.bfloat16",
     ),
     "amax without a scale": (
         lambda: co.rmsnorm_gemm(X, W, **NORMED, amax=True), TypeError, "^amax=True is .*pass scale_out=",
@@ -610,7 +610,7 @@ REFUSED = {
     ),
     "further outputs and a scale of the result": (
         lambda: co.rmsnorm_gemm(TILE, TILE.t(), eps=EPS, epilogue=saved, scale_out=1.0, out_dtype=E4M3), ValueError,
-        "^saved has outputs besides D, pre, and scale_out= and amax= are of an epilogue that gives D alone",
+        "^saved has outputs besides D, pre, and scale_out= and amax= need an epilogue that returns only D",
     ),
     "a name": (
         lambda: co.rmsnorm_gemm(TILE, TILE.t(), eps=EPS, epilogue=named), ValueError, "^named has an input scale_out",

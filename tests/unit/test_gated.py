@@ -202,9 +202,9 @@ def test_two_gemms_stand_for_it_in_a_compiled_function_as_well(norm):
 
 X, W, GAMMA = torch.ones(4, 8, dtype=BF16), torch.ones(8, 6, dtype=BF16), torch.ones(8, dtype=BF16)
 ERRORS = {
-    "gamma without a norm": (lambda: co.gemm_swiglu(X, W, W, GAMMA), TypeError, "^gamma, or .*, needs a norm"),
+    "gamma without a norm": (lambda: co.gemm_swiglu(X, W, W, GAMMA), TypeError, "^gamma or .* without a norm"),
     "a prepared weight without a norm": (
-        lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA)), TypeError, "needs a norm: pass eps= or rstd=$",
+        lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA)), TypeError, "without a norm: pass eps= or rstd=$",
     ),
     "weights of two shapes": (
         lambda: co.gemm_swiglu(X, W, W[:, :5]), ValueError, r"^up has shape \(8, 5\): as a Product",

@@ -329,7 +329,7 @@ def test_there_may_be_no_rows():
 
 def test_what_has_no_gradient_is_refused_before_it_runs():
     x, w = torch.randn(T, WIDE).to(BF16).requires_grad_(), torch.randn(EXPERTS, 9, WIDE).to(BF16).mT
-    with pytest.raises(ValueError, match="w has 9 columns, and gradients multiply rows as long"):
+    with pytest.raises(ValueError, match="w has 9 columns, and the backward multiplies the gradient of D"):
         co.grouped_gemm(x, w, GROUPS)
     with pytest.raises(NotImplementedError, match="its epilogue numbers the rows of each group"):
         co.grouped_gemm(x, torch.randn(EXPERTS, WIDE, N).to(BF16), GROUPS, epilogue=numbered)

@@ -91,7 +91,7 @@ INT8_REFUSED = {
         ValueError,
         "pad K of a and b with zeros",
     ),
-    "math": (lambda: co.gemm(X, Y.t(), math="tf32"), TypeError, "math='tf32' is of torch.float32 operands"),
+    "math": (lambda: co.gemm(X, Y.t(), math="tf32"), TypeError, "math='tf32' is for torch.float32 operands"),
     "BF16": (lambda: co.gemm(X, Y.t().bfloat16()), TypeError, "A and B must have the same dtype"),
     "INT32": (
         lambda: co.scaled_gemm(X, Y.t(), 1.0, 1.0, out_dtype=torch.int32),

@@ -92,7 +92,7 @@ def test_a_write_by_data_needs_a_fold(kind):
 def test_parameters_of_inference_mode_are_not_folded(kind):
     with torch.inference_mode():
         module, x = made(kind)
-        with pytest.raises(ValueError, match=r"made inside torch\.inference_mode\(\)"):
+        with pytest.raises(ValueError, match=r"created inside torch\.inference_mode\(\)"):
             module.fold()
         close(module(x), by_calls(module, x))
     module, x = made(kind)

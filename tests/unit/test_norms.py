@@ -389,7 +389,7 @@ ERRORS = {
     "rstd of other rows": (lambda: co.rmsnorm_gemm(X, W, rstd=torch.ones(5)), ValueError, r"^rstd has shape \(5,\)"),
     "another tensor's statistic": (
         lambda: co.rmsnorm_gemm(torch.ones(4, 6, dtype=BF16), torch.ones(6, 6, dtype=BF16), rstd=SUMS),
-        ValueError, "^rstd is the statistic of rows of 8 elements, and x has 6",
+        ValueError, "^rstd is the statistic of rows of 8 elements, and rows of x have 6",
     ),
     "gamma of N": (lambda: co.rmsnorm_gemm(X, W, GAMMA[:6], eps=EPS), ValueError, r"gamma \(6,\).*pass w\.t\(\)$"),
     "gamma in FP64": (lambda: co.rmsnorm_gemm(X, W, GAMMA.double(), eps=EPS), TypeError, r"^gamma is torch\.float64"),

@@ -189,9 +189,9 @@ def test_another_form_is_another_kernel_and_another_signature(stacked):
 @pytest.mark.parametrize(
     ("form", "error", "message"),
     [
-        ("ragged", ConfigError, "form is 'ragged', which there is not: use dense or batched or grouped"),
-        (STACKED, ConfigError, "form is 'stacked', which there is not: use dense or batched or grouped"),
-        (replace(DENSE, several=True), ConfigError, "form is 'dense', which there is not: use dense or batched"),
+        ("ragged", ConfigError, "form is 'ragged', which is not a form: use dense or batched or grouped"),
+        (STACKED, ConfigError, "form is 'stacked', which is not a form: use dense or batched or grouped"),
+        (replace(DENSE, several=True), ConfigError, "form is 'dense', which is not a form: use dense or batched"),
         (None, TypeError, "form must be the name of a form, not None: use dense or batched or grouped"),
     ],
 )

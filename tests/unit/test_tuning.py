@@ -515,8 +515,8 @@ def test_dtypes_have_several_names(dtypes, found, chip, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"a": "rows"}, ValueError, "a is 'rows': say row or col"),
-        ({"b": None}, ValueError, "b is None: say row or col"),
+        ({"a": "rows"}, ValueError, "a is 'rows': use 'row' or 'col'"),
+        ({"b": None}, ValueError, "b is None: use 'row' or 'col'"),
         ({"dtypes": "int4"}, ValueError, "unknown dtype 'int4': use one of"),
         ({"dtypes": [torch.uint8]}, ValueError, "unknown dtype 'uint8': use one of"),
         ({"device": 7}, NoDeviceError, "there is no device 7: this process sees 1"),

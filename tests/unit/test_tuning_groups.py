@@ -136,7 +136,7 @@ def test_a_table_says_how_rows_were_spread():
         with pytest.raises(ConfigError, match="spreads"):
             Table.from_json({**plain, "points": [{**plain["points"][0], "spreads": wrong}]})
     dense = signature_of(call_at(builtin.identity.graph, Problem(16, 64, 64), "bf16", "row", "col"), H100)
-    with pytest.raises(ConfigError, match="has spreads, and the form dense no groups"):
+    with pytest.raises(ConfigError, match="has spreads, but form dense has no groups"):
         Table(H100.name, 132, dense, (Point(Problem(16, 64, 64), "2026-11-27", times, (), ("one",)),))
 
 
@@ -200,10 +200,10 @@ def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, m
         (co.gemm, {"spreads": ("one",)}, "spreads say how rows are spread over groups: pass groups= as well"),
         (co.gemm, {"groups": 4, "spreads": ("zap",)}, "'zap' is not a spread of rows: use some of equal"),
         (co.gemm, {"groups": 4, "spreads": "Zipf"}, "spreads is 'Zipf': pass a sequence of names"),
-        (co.gemm, {"groups": 4, "allow_fallback": True}, "PyTorch serves, and it serves none of groups"),
+        (co.gemm, {"groups": 4, "allow_fallback": True}, "PyTorch serves no calls with groups"),
         (grouped_op(), {}, "grouped_gemm multiplies groups of rows: say how many, as groups=64"),
         (wgrad_op(), {}, "grouped_gemm_wgrad multiplies groups of rows: say how many, as groups=64"),
-        (co.grouped_gemm_wgrad, {"groups": 4, "allow_fallback": True}, "PyTorch serves, and it serves none of groups"),
+        (co.grouped_gemm_wgrad, {"groups": 4, "allow_fallback": True}, "PyTorch serves no calls with groups"),
         (composed.rms_norm, {"groups": 4}, "statistics of A's rows"),
     ],
 )

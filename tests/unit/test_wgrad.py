@@ -122,7 +122,7 @@ def wrong(**changes):
         ({"x": normal(6, 12)}, ValueError, "x has shape (6, 12), strides (12, 1) and storage offset 0, and its lines"),
         ({"gradient": normal(6, 9)}, ValueError, "pad them with zeros to a multiple of 8"),
         ({"out": normal(16, 8)}, ValueError, "out has shape (16, 8): it must have shape (2, 16, 8)"),
-        ({"out": normal(1, 16, 8).expand(2, 16, 8)}, ValueError, "by which elements share memory"),
+        ({"out": normal(1, 16, 8).expand(2, 16, 8)}, ValueError, "with which elements share memory"),
         ({"epilogue": summed}, ValueError, "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"),
         ({"epilogue": clash}, ValueError, "the epilogue has an input offsets, and so has grouped_gemm_wgrad"),
         ({"epilogue": builtin.bias}, TypeError, "bias is missing"),

@@ -84,7 +84,7 @@ def gelu(x: Value | float, approximate: str = "none") -> Value:
     """
     ops = {"none": "gelu", "tanh": "gelu_tanh"}
     if approximate not in ops:
-        raise error("gelu", f"co.gelu knows approximate='none' and approximate='tanh', not {approximate!r}")
+        raise error("gelu", f"approximate is {approximate!r}: use 'none' or 'tanh'")
     return apply(ops[approximate], x)
 
 
