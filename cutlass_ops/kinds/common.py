@@ -61,7 +61,7 @@ def _product(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         reads = "no" if spec.epilogue.is_pointwise else "the"
         serving = [other.noun for other in KINDS if other.pointwise != kind.pointwise and spec.form in other.forms]
         yield Broken(
-            f"the epilogue reads {reads} product of A and B, and kernels of this kind are for others",
+            f"the epilogue reads {reads} product of A and B, and kernels of this kind do not serve that",
             advice=f"use {' or '.join(serving)}" if serving else "use form dense",
         )
 
@@ -145,7 +145,7 @@ def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
             yield f"output {output.name} is {operand.dtype}: use f32 for scales of blocks"
     if not config.wgmma:
         yield Broken(
-            f"the epilogue quantises d in blocks of 1x{BLOCK_K}, which kernels of this kind do not",
+            f"the epilogue quantises d in blocks of 1x{BLOCK_K}, which kernels of this kind do not support",
             advice="use an Sm90Config" if sm90_serves(spec) else "store d in bf16, and quantise it by co.quantize",
         )
 
@@ -177,11 +177,11 @@ def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     if spec.a.promoted != spec.b.promoted:
         yield f"a is {spec.a} and b is {spec.b}: use '.promoted' for both or for neither"
     if spec.a.promoted and not (spec.a.dtype in FP8 and spec.b.dtype in FP8):
-        yield f"a is {spec.a} and b is {spec.b}: '.promoted' is of FP8 operands, so leave it out"
+        yield f"a is {spec.a} and b is {spec.b}: '.promoted' is for FP8 operands only; use operands without it"
     if spec.a.promoted and blocks:
         yield f"a is {spec.a}, and scales of blocks imply '.promoted': leave it out"
     if spec.d.promoted:
-        yield f"d is {spec.d}: '.promoted' is of a and b only, so leave it out"
+        yield f"d is {spec.d}: '.promoted' is for a and b only; use d without it"
     if spec.d.scaling is not None:
         yield f"d is {spec.d}: only a and b have blocks with scales; use one without"
 

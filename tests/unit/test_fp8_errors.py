@@ -53,7 +53,7 @@ SAID = {
     ),
     "a gate's blocks": (
         lambda: co.gemm_swiglu(A, B, B, scale_a=BLOCKS[0], scale_b=1.0, scale_up=1.0), ValueError,
-        r"^scale_a has shape \(8, 2\), as scales of blocks do, .* takes only numbers or one for each row: call scaled_gemm",
+        r"^scale_a has shape \(8, 2\), as scales of blocks do, .* or one for each row: call scaled_gemm",
     ),
     "outputs and a scale": (
         lambda: co.rmsnorm_gemm(X, W, eps=1e-5, epilogue=two_outputs, scale_out=1.0, out_dtype=E4M3), ValueError,

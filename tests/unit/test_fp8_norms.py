@@ -578,7 +578,7 @@ REFUSED = {
         "^gate has the product up, which has scales",
     ),
     "a scale of a result that is not in FP8": (
-        lambda: co.rmsnorm_gemm(X, W, **NORMED, scale_out=1.0), TypeError, r"^scale_out needs .*pass out_dtype=.*e4m3fn",
+        lambda: co.rmsnorm_gemm(X, W, **NORMED, scale_out=1.0), TypeError, r"^scale_out needs .*out_dtype=.*e4m3fn$",
     ),
     "the same of two weights, with out": (
         lambda: co.gemm_swiglu(X, W, W, scale_out=1.0, out=TILE), TypeError, r"^scale_out needs .*not torch.bfloat16",

@@ -509,7 +509,7 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (sm90(means="ahead"), "means is 'ahead', and the epilogue takes nothing of A's rows: use means='gathered'"),
+        (sm90(means="ahead"), "means is 'ahead', and the epilogue uses no means of A's rows: use means='gathered'"),
         (
             norm(a="bf16.col", means="beside"),
             "means is 'beside': mean_square_of_a of rows need rows that are contiguous, and a is bf16.col: use a "

@@ -280,7 +280,7 @@ BAD = {
     "a reduction": (lambda acc: {"d": acc, "s": co.e.sum(co.e.quantize(acc, "e4m3"), 1)}, "can only be D"),
     "twice": (lambda acc: co.e.quantize(co.e.quantize(acc, "e4m3"), "e4m3"), "can only be D"),
     "another output": (lambda acc: {"d": acc, "q": co.e.quantize(acc, "e4m3")}, "output 'q' is quantised .* only D"),
-    "the name": (lambda acc: {"d": co.e.quantize(acc, "e4m3"), "d_scale": acc}, "name 'd_scale' is reserved for scales"),
+    "the name": (lambda acc: {"d": co.e.quantize(acc, "e4m3"), "d_scale": acc}, "'d_scale' is reserved for scales"),
     "out": (lambda acc: co.quantize(acc, "e4m3", out={}), None),
 }
 

@@ -69,8 +69,8 @@ def _warp_tile(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     if config.warp.k != config.threadblock.k:
         yield Broken(
-            f"warp.k is {config.warp.k} and threadblock.k is {config.threadblock.k}, and warps that divide K among "
-            f"them are not offered",
+            f"warp.k is {config.warp.k} and threadblock.k is {config.threadblock.k}, and dividing K between warps is "
+            f"not supported",
             ({"warp.k": config.threadblock.k}, {"threadblock.k": config.warp.k}),
         )
 
@@ -212,13 +212,13 @@ def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
             ({"stages": 3},),
         )
     if spec.a.dtype in (i8, f64) and config.stages == 2:
-        yield Broken(f"stages is 2 and a is {spec.a}, of which no test has run two stages", ({"stages": 3},))
+        yield Broken(f"stages is 2 and a is {spec.a}, for which two stages are not tested", ({"stages": 3},))
 
 
 def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     if spec.a.dtype is i8 and config.stream_k:
         yield Broken(
-            f"a is {spec.a} and stream_k is True, and no test has added up parts of sums that are whole numbers",
+            f"a is {spec.a} and stream_k is True, and stream-K is not tested for integer sums",
             ({"stream_k": False},),
         )
 
@@ -235,7 +235,7 @@ def _stream_k_registers(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken
 def _whole_lines(spec: KernelSpec, _: Sm80Config) -> Iterator[Broken]:
     if spec.a.dtype is i8 and not whole_lines(spec):
         yield Broken(
-            f"a is {spec.a} and b is {spec.b}, and no test has run narrower loads of i8 than of 16 bytes",
+            f"a is {spec.a} and b is {spec.b}, and loads of i8 narrower than 16 bytes are not tested",
             advice="pad K with zeros to a multiple of 16" + (", or use an Sm90Config" if sm90_serves(spec) else ""),
         )
 
@@ -250,8 +250,8 @@ def _means(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if spec.epilogue.gathered and mma is not None and not takes_means(mma):
         yield (
-            f"the epilogue takes {', '.join(spec.epilogue.gathered)}, and a is {spec.a}: means are taken of rows of "
-            "16 bits; use a Col for them"
+            f"the epilogue takes {', '.join(spec.epilogue.gathered)}, and a is {spec.a}: means of A's rows need "
+            "16-bit operands; use a Col for them"
         )
 
 

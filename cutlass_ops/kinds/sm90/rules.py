@@ -122,10 +122,10 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
             f"which {operand.name} is stored: use 64 or a multiple of 128 for threadblock.n"
         )
     if not config.whole_k:
-        yield Broken(f"{where} of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
+        yield Broken(f"{where}, and one thread block must then sum a tile's whole K", (_WHOLE_K, *_OTHER_ROWS))
     if not plain_epilogue(spec) or source_name(spec) is not None:
         yield Broken(
-            f"{where}, and the epilogue may then read no tile and store none but an aligned D",
+            f"{where}, and the epilogue may then read no tile, and store no tile besides an aligned D",
             _OTHER_ROWS,
         )
 
@@ -171,7 +171,7 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         each = max(1, config.threadblock.n // columns)
         yield Broken(
             f"threadblock is {config.threadblock}, and a block's part of D has {columns} columns: CUTLASS's epilogue "
-            f"would take {epi_n} of them a step, which no test has run",
+            f"would advance by {epi_n} of them at a time, which is not tested",
             tuple({"threadblock.n": each * n} for n in (16, 32)),
         )
 
@@ -218,14 +218,14 @@ def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.accumulation == "fast":
         if spec.a.promoted:
             yield Broken(
-                f"accumulation is 'fast', and a is {spec.a}, whose products are added up in FP32",
+                f"accumulation is 'fast', and a is {spec.a}, which needs promoted sums",
                 tuple({"accumulation": "promoted", **more} for more in ({}, *_WHOLE_STEPS)),
                 "use a smaller threadblock",
             )
         if spec.epilogue.block_scales:
             yield Broken(
                 f"accumulation is 'fast', and {' and '.join(spec.epilogue.block_scales)} are scales of blocks, which "
-                "only the threads apply as they add up sums",
+                "need promoted sums",
                 tuple({"accumulation": "promoted", **more} for more in ({}, *_WHOLE_STEPS)),
                 "use a smaller threadblock",
             )
@@ -241,7 +241,10 @@ def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             ({"threadblock.k": BLOCK_K},),
         )
     if config.split_k != 1:
-        yield Broken(f"{what}, and split_k is {config.split_k}, whose main loop adds up in one way", ({"split_k": 1},))
+        yield Broken(
+            f"{what}, and split_k is {config.split_k}, and kernels that split K support only fast sums",
+            ({"split_k": 1},),
+        )
 
 
 def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
@@ -307,8 +310,8 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     needed, there = split_exchange(config), mainloop_smem(spec, max(2, pipeline_stages(spec)))
     if needed > there:
         yield Broken(
-            f"{what}: what blocks send each other takes {needed} bytes, and the operands' buffer, where it lies, has "
-            f"{there}",
+            f"{what}: the partial sums that blocks exchange take {needed} bytes, and the operands' buffer, which holds "
+            f"them, has {there}",
             ({"stages": None}, *({"split_k": split} for split in (4, 2, 1) if split < config.split_k)),
             "use a smaller threadblock",
         )
@@ -340,8 +343,8 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
         return
     if config.schedule == "warp_specialized":
         yield Broken(
-            "form is grouped with schedule 'warp_specialized', which has a thread block for each tile, and how many "
-            "tiles there are is known on the device alone",
+            "form is grouped with schedule 'warp_specialized', which needs the number of tiles on "
+            "the host, and only the device knows it",
             _PERSISTENT,
         )
     if spec.a.major != "row" or spec.d.major != "row":
@@ -424,13 +427,13 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if not spec.epilogue.gathered:
         if config.means != "gathered":
             yield Broken(
-                f"means is {config.means!r}, and the epilogue takes nothing of A's rows", ({"means": "gathered"},)
+                f"means is {config.means!r}, and the epilogue uses no means of A's rows", ({"means": "gathered"},)
             )
         return
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not takes_means(mma):
         yield Broken(
-            f"a is {spec.a}, and {', '.join(spec.epilogue.gathered)} of rows are taken of elements of 16 bits",
+            f"a is {spec.a}, and {', '.join(spec.epilogue.gathered)} of A's rows need 16-bit elements",
             advice="use a Col that a kernel of its own computes",
         )
     if config.means == "ahead":
@@ -472,22 +475,21 @@ def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     if not spec.epilogue.products:
         return
-    where = f"half of the weight's tile is {spec.epilogue.products[0]}'s"
+    where = f"the epilogue has the Product {spec.epilogue.products[0]}"
     if not config.whole_k or config.side_by_side:
         whole = ({**_WHOLE_K, **rows} for rows in (_OTHER_ROWS if config.side_by_side else ({},)))
         yield Broken(
-            f"{where}, of whole tiles only, whose columns no two warpgroups share",
+            f"{where}: one thread block must sum a tile's whole K, and warpgroups must not share its columns",
             tuple(whole),
         )
     if not beside_each_other(spec):
         yield (
-            f"{where}, which lies beside b's K along each line: b is {spec.b}; use {spec.b.dtype}.col, a transposed "
-            "weight (N, K)"
+            f"{where}, so b must be column-major and aligned for TMA, and b is {spec.b}: use {spec.b.dtype}.col, a "
+            "transposed weight (N, K)"
         )
     if not plain_epilogue(spec) or not d_alone(spec) or source_name(spec) is not None:
         yield (
-            f"{where}: the epilogue may read no tile and give D alone, with lines at multiples of 16 bytes; use two "
-            "GEMMs"
+            f"{where}: it may then read no tile, and return only D, with lines at multiples of 16 bytes; use two GEMMs"
         )
     tile = config.threadblock
     if swapped(spec):
