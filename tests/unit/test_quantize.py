@@ -505,7 +505,7 @@ def test_what_no_kernel_serves_says_why():
     signature = signature_of(check_call(kept.graph, a, b, {"x": x}, None, None), H100)
     assert dispatch.decide(signature, H100, problem) is None
     said = dispatch.unserved("it", signature, H100)
-    assert "use a row-major d with lines at multiples of 16 bytes, at most one (M, N) tile to read, with such" in said
+    assert "use a row-major d with lines at multiples of 16 bytes, read at most one (M, N) tile, with such" in said
 
 
 # ---- The kernel of a tensor -----------------------------------------------------------------------------------------

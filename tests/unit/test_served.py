@@ -77,10 +77,10 @@ def tile(n=N):
     return torch.randn(M, n).to(BF16)
 
 
-D_ALONE = "the epilogue may read no tile and give D alone, with lines at multiples of 16 bytes; use two GEMMs"
-QUANTISED = "use a row-major d with lines at multiples of 16 bytes, at most one .M, N. tile to read, with such lines"
-NEIGHBOURS = "the epilogue swaps pairs .* give d 16 bytes of alignment, one tile to read at most and none besides d"
-TWO_NUMBERS = "keeps two numbers, .* give d 16 bytes of alignment, one tile to read at most and none besides d"
+D_ALONE = "it may then read no tile, and return only D, with lines at multiples of 16 bytes; use two GEMMs"
+QUANTISED = "use a row-major d with lines at multiples of 16 bytes, read at most one .M, N. tile, with such lines"
+NEIGHBOURS = "the epilogue swaps pairs .* give d 16 bytes of alignment, read at most one tile, and store none besides d"
+TWO_NUMBERS = "keeps two numbers, .* give d 16 bytes of alignment, read at most one tile, and store none besides d"
 UNSERVED = {
     "quantised D and a tile": (with_raw, operands(), {}, QUANTISED),
     "quantised D of two tiles": (of_two_tiles, operands(), {"x": tile(), "y": tile()}, QUANTISED),
@@ -91,7 +91,7 @@ UNSERVED = {
     "gate of other lines": (composed.swiglu, operands(12), {"up": operands(12)[1]}, D_ALONE),
     "gate of rows": (
         composed.swiglu, (operands()[0], torch.randn(K, N).to(BF16)), {"up": torch.randn(K, N).to(BF16)},
-        "b is bf16.row; use bf16.col, a transposed weight",
+        "b is bf16.row: use bf16.col, a transposed weight",
     ),
     "logsumexp in FP8": (with_logsumexp, operands(42, E4M3), {}, TWO_NUMBERS),
     "argmax in FP8": (with_argmax, operands(dtype=E4M3), {}, TWO_NUMBERS),

@@ -506,7 +506,7 @@ def _paired_reduction(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
         for name in paired(spec):
             yield (
                 f"output {name} is a reduction that keeps two numbers, and CUTLASS's own epilogue keeps one: give d 16 "
-                f"bytes of alignment, one tile to read at most and none besides d to write{other}"
+                f"bytes of alignment, read at most one tile, and store none besides d{other}"
             )
 
 
@@ -554,8 +554,8 @@ def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
     if spec.epilogue.swaps_pairs and not plain_epilogue(spec):
         other = "; or use an Sm80Config" if sm80_serves(spec) else ""
         yield (
-            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "
-            f"bytes of alignment, one tile to read at most and none besides d to write{other}"
+            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue does not support that: give d 16 "
+            f"bytes of alignment, read at most one tile, and store none besides d{other}"
         )
 
 
@@ -565,8 +565,8 @@ def _quantized(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     where = f"the epilogue quantises d in blocks of 1x{BLOCK_K}"
     if not plain_epilogue(spec) or spec.d.major != "row":
         yield (
-            f"{where}, and d is {spec.d}: use a row-major d with lines at multiples of 16 bytes, at most one (M, N) "
-            "tile to read, with such lines as well, and none besides d to write"
+            f"{where}, and d is {spec.d}: use a row-major d with lines at multiples of 16 bytes, read at most one "
+            "(M, N) tile, with such lines too, and store none besides d"
         )
     if swapped(spec):
         yield Broken(f"{where}, which a kernel that computes D^T has across its warps", ({"swap_ab": False},))
