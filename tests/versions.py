@@ -96,7 +96,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             "The unit tests were run with these versions of Python and PyTorch by `python tests/versions.py`; the raw",
             "results are in [versions.json](versions.json). CI runs one pair, the one in `.ci/constraints.txt`.",
             "",
-            "A test that fails is run again alone, as pairs run side by side on few cores.",
+            "A test that fails is run again alone, since several pairs run at the same time on few cores.",
             "",
             "| Python | PyTorch | passed | passed only when run alone | failed | date |",
             "|---|---|---|---|---|---|",

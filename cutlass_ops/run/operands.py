@@ -166,10 +166,10 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
         return found
     if math is None or math in mma.ACCUMULATIONS:
         raise TypeError(
-            f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
-            "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
-            "TF32, which has the range of FP32 and 10 bits of fraction, or math='3xtf32' for three such products, of "
-            "nearly FP32's accuracy; or multiply in FP32 by torch.matmul"
+            f"{name} is {tensor.dtype}, which Tensor Cores cannot multiply directly: convert a and b to torch.bfloat16 "
+            "or torch.float16; or use torch.matmul. Ops such as cutlass_ops.gemm also take math='tf32', which rounds a "
+            "and b to 10 bits of fraction, or math='3xtf32', which has nearly FP32's accuracy, at a third of the speed "
+            "of 'tf32' or less"
         )
     return mma.MATHS[math]
 

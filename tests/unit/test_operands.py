@@ -226,7 +226,7 @@ META = torch.zeros(8, 10, dtype=BF16, device="meta")
 REFUSED = {
     "a is no tensor": ({"a": [[1.0]]}, TypeError, r"^a must be a torch\.Tensor, not list"),
     "b is no tensor": ({"b": None}, TypeError, r"^b must be a torch\.Tensor, not NoneType"),
-    "a in FP32": ({"a": torch.zeros(6, 8)}, TypeError, r"^a is torch\.float32, .* pass math='tf32'"),
+    "a in FP32": ({"a": torch.zeros(6, 8)}, TypeError, r"^a is torch\.float32, .* take math='tf32'"),
     "b in FP32": ({"b": torch.zeros(8, 10)}, TypeError, r"^b is torch\.float32"),
     "a and b differ": (
         {"b": torch.zeros(8, 10, dtype=F16)},

@@ -505,5 +505,5 @@ def test_a_reduction_is_written_to_contiguous_vectors(name):
     out = {"d": torch.empty(8, 32).bfloat16()} | {k: torch.empty(n, dtype=dtype) for k, (n, dtype) in sizes.items()}
     co.gemm(a, b, epilogue=reduced, out=out)
     out[name] = out[name].new_empty(2 * len(out[name]))[::2]
-    with pytest.raises(ValueError, match=rf"^out\['{name}'\] has stride 2: it must be contiguous"):
+    with pytest.raises(ValueError, match=rf"^out\['{name}'\] has stride 2, and must be contiguous"):
         co.gemm(a, b, epilogue=reduced, out=out)
