@@ -2,16 +2,19 @@
 
     python benchmarks/bench_serving.py --store cold --out benchmarks/results/serving_cold_h200.json
     python benchmarks/bench_serving.py --store warm --out benchmarks/results/serving_warm_h200.json
+    python benchmarks/bench_serving.py --store warm --warm-up --pause 0 --out benchmarks/results/serving_ready_h200.json
     cutlass-ops distribution sm_90a --op gemm_bias_relu --dtype bf16 --out dist
     python benchmarks/bench_serving.py --wheel dist/*.whl --out benchmarks/results/serving_installed_h200.json
 
 Each request is one call of gemm_bias_relu with a number of rows drawn with equal probability on each scale, at a weight
 drawn at random. "cold" begins with an empty kernel store, in a folder of its own. "warm" runs the same requests once
-before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
-effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
-until it returns, which is before the GPU is done; and in its turn PyTorch's linear and relu, which waits for no kernel.
-"known" are the calls at a weight that was met before. "gc_us" is what Python's garbage collector took within a call. Of
-a call that took more than 5 ms, "at" says where each thread was after these: the innermost functions first.
+before, in another process, until all that it compiles in the background is there. With --warm-up, the server calls
+co.warm_up for each weight before its first request, as a careful one does, and gc.freeze() after that. A wheel of
+kernels is installed, in effect: what it holds is on the path before the first call, and the store is cold. Timed is the
+host side of each call: until it returns, which is before the GPU is done; and in its turn PyTorch's linear and relu,
+which waits for no kernel. "known" are the calls at a weight that was met before. "gc_us" is what Python's garbage
+collector took within a call. Of a call that took more than 5 ms, "at" says where each thread was after these: the
+innermost functions first.
 Each row: {"m", "weight", "us", "gc_us", "at", "pytorch_us"}.
 """
 
@@ -104,8 +107,11 @@ def stacks(interrupted: FrameType | None) -> list[str]:
 _FRAMES = 4
 
 
-def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
-    """Serve requests one after the other, with a pause between them; return each one's microseconds on the host."""
+def serve(wanted: list[tuple[int, str]], pause: float, *, ready: bool = False) -> list[dict[str, Any]]:
+    """Serve requests one after the other, with a pause between them; return each one's microseconds on the host.
+
+    Where the server is to be ready, all kernels of its weights are loaded before.
+    """
 
     def took(call: Callable[[], object], watched: AbstractContextManager[None]) -> float:
         with watched:
@@ -121,6 +127,11 @@ def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     biases = {name: torch.randn(n, device="cuda", dtype=half) for name, (n, _) in WEIGHTS.items()}
     inputs = {k: torch.randn(MOST_ROWS, k, device="cuda", dtype=half) for _, k in WEIGHTS.values()}
     F.relu(F.linear(inputs[4096][:16], weights["o"], biases["o"]))  # PyTorch's own start
+    if ready:
+        for name, weight in weights.items():
+            co.warm_up(co.gemm_bias_relu, inputs[WEIGHTS[name][1]], weight.t(), biases[name])
+        gc.collect()
+        gc.freeze()
     torch.cuda.synchronize()
     rows = []
     collections = Collections()
@@ -163,6 +174,7 @@ def main() -> None:
     parser.add_argument("--store", choices=["cold", "warm"], default="cold")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds between requests")
+    parser.add_argument("--warm-up", action="store_true", help="call co.warm_up for each weight before")
     parser.add_argument("--folder", type=Path, help="the kernel store; by default a new one, which is removed")
     parser.add_argument("--wheel", type=Path, help="a wheel of kernels to install")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
@@ -183,7 +195,7 @@ def main() -> None:
             store = os.environ["CUTLASS_OPS_CACHE_DIR"]
             fill = [sys.executable, __file__, "--store", "cold", "--fill", "--folder", store]
             subprocess.run([*fill, "--requests", str(args.requests)], check=True)
-        rows = serve(wanted, args.pause)
+        rows = serve(wanted, args.pause, ready=args.warm_up)
         found = summary(rows)
         Background.current().close()
     print(found)
@@ -192,6 +204,7 @@ def main() -> None:
             "processors": len(os.sched_getaffinity(0)),
             "store": "installed" if args.wheel else args.store,
             "pause": args.pause,
+            "warm_up": args.warm_up,
         }
         harness.save(args.out, {**head, "summary": found, "rows": rows})
 

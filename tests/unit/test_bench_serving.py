@@ -1,6 +1,7 @@
 """What benchmarks/bench_serving.py makes of the times of calls."""
 
 import gc
+import sys
 import threading
 import time
 
@@ -54,3 +55,17 @@ def test_where_threads_are_in_a_long_call_is_noted(bench, monkeypatch):
     (found,) = [at for at in long if "test_bench_serving.py:" in at]
     assert found.startswith("test_bench_serving.py:")
     assert " gemm" in found
+
+
+def test_threads_at_one_place_have_one_entry(bench, monkeypatch):
+    found = []
+
+    def op_of(_):
+        frame = sys._getframe()
+        monkeypatch.setattr(sys, "_current_frames", lambda: {-1: frame, -2: frame, -3: frame.f_back})
+        found.extend(bench.stacks(None))
+
+    monkeypatch.setattr(co.run.ops, "op_of", op_of)
+    with pytest.raises(TypeError):
+        co.gemm(None, None)
+    assert [each.split(":")[0] for each in found] == ["2 threads", "ops.py"]
