@@ -160,7 +160,12 @@ def stored(spec: Declaration) -> Artifact | None:
 
 
 def built_again(spec: Declaration, use: Callable[[Artifact], T]) -> T:
-    """Build a kernel again that was removed from the user's store, and use it before it can be removed once more."""
+    """Build a kernel again that was removed from the user's store, and use it before it can be removed once more.
+
+    Where nothing may be compiled, it is looked for once more instead.
+    """
+    if not env.jit_enabled():
+        return _stored_again(spec, None, None, use)
     return _again(_job(spec, None, KernelStore.default(), None, None), use)
 
 

@@ -12,6 +12,7 @@ from cutlass_ops.artifacts import kept
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import resources
 from cutlass_ops.base.dtypes import bf16, e4m3
+from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.compilation import builder, finding, keys, lookup, toolchain
 from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.kinds import render
@@ -73,6 +74,17 @@ def test_where_nothing_compiles_any_compilers_kernel_is_found(toolkit, monkeypat
     assert lookup.stored(SPEC) == built
     monkeypatch.setattr(render, "render", lambda _: pytest.fail("rendered"))
     assert lookup.stored(SPEC) == built
+
+
+def test_where_nothing_compiles_a_kernel_that_was_removed_meanwhile_is_not_built(toolkit, monkeypatch):
+    built = builder.build_artifact(SPEC)
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    assert lookup.stored(SPEC) == built  # its key is kept now
+    found = lookup.recalled(SPEC)
+    shutil.rmtree(built.folder)
+    with pytest.raises(MissingKernelError, match="compilation is off"):
+        found.read_library()
+    assert toolkit.compilations == 1
 
 
 def test_a_stored_kernel_whose_key_was_not_kept_is_noted_when_it_is_found():
