@@ -19,17 +19,13 @@ T = TypeVar("T")
 def recalled(spec: Declaration) -> Artifact | None:
     """Return the kernel for a declaration if the user's store has it and its key is known: see :mod:`.keys`.
 
-    Raises
-    ------
-    StoreError
-        If the store is not private.
+    What is wrong with the store is left for a look without the key to say.
     """
     try:
-        store = KernelStore.default()
+        key = keys.recalled(KernelStore.default(), spec)
+        return None if key is None else with_key(spec, key)
     except StoreError:
         return None
-    key = keys.recalled(store, spec)
-    return None if key is None else with_key(spec, key)
 
 
 def with_key(spec: Declaration, key: str) -> Artifact | None:

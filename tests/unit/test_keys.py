@@ -12,7 +12,7 @@ from cutlass_ops.artifacts import kept
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import resources
 from cutlass_ops.base.dtypes import bf16, e4m3
-from cutlass_ops.base.errors import MissingKernelError
+from cutlass_ops.base.errors import MissingKernelError, StoreError
 from cutlass_ops.compilation import builder, finding, keys, lookup, toolchain
 from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.kinds import render
@@ -85,6 +85,14 @@ def test_where_nothing_compiles_a_kernel_that_was_removed_meanwhile_is_not_built
     with pytest.raises(MissingKernelError, match="compilation is off"):
         found.read_library()
     assert toolkit.compilations == 1
+
+
+def test_a_store_that_others_may_write_is_refused_by_a_look_without_the_key(monkeypatch):
+    builder.build_artifact(SPEC)
+    KernelStore.default().root.chmod(0o777)
+    assert lookup.recalled(SPEC) is None
+    with pytest.raises(StoreError, match="others"):
+        lookup.stored(SPEC)
 
 
 def test_a_stored_kernel_whose_key_was_not_kept_is_noted_when_it_is_found():
