@@ -61,9 +61,9 @@ def _path(store: KernelStore, spec: Declaration) -> Path | None:
 def _situation() -> str | None:
     """Return a name for all that a key follows from besides the declaration; None if that takes long to say.
 
-    Where nothing may be compiled, any compiler's kernel will do.
+    Where nothing may be compiled, any compiler's kernel will do, if it was compiled with the same flags.
     """
-    about = [kept.package(), kept.stamps(resources.templates())]
+    about = [kept.package(), kept.stamps(resources.templates()), str(env.lineinfo_enabled())]
     if env.jit_enabled():
         if env.cutlass_dir() is not None:
             return None  # its headers may be edited: each process hashes them
@@ -80,5 +80,5 @@ def _situation() -> str | None:
             if found is None or found.origin is None:
                 return None
             files.append(Path(found.origin).parent / header)
-        about += [path, str(env.lineinfo_enabled()), *(kept.stamp(str(each), os.stat(each)) for each in files)]
+        about += [path, *(kept.stamp(str(each), os.stat(each)) for each in files)]
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:32]

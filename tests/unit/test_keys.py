@@ -95,6 +95,15 @@ def test_a_store_that_others_may_write_is_refused_by_a_look_without_the_key(monk
         lookup.stored(SPEC)
 
 
+def test_where_nothing_compiles_a_kernel_with_other_flags_is_none(monkeypatch):
+    builder.build_artifact(SPEC)
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    assert lookup.stored(SPEC) is not None
+    assert key_of(SPEC) is not None
+    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
+    assert lookup.stored(SPEC) is None
+
+
 def test_a_stored_kernel_whose_key_was_not_kept_is_noted_when_it_is_found():
     built = builder.build_artifact(SPEC)
     shutil.rmtree(KernelStore.default().root / "keys")
