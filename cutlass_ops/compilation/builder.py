@@ -44,7 +44,7 @@ _WAITING = 256
 class _Job:
     """One kernel to build, with its store and compilers.
 
-    Its key is noted if its source and its compilers are those that a look into the store supposes.
+    Its key is noted in a file if its source and its compilers are those that a look into the store supposes.
     """
 
     spec: Declaration
@@ -54,7 +54,7 @@ class _Job:
     store: KernelStore
     toolchain: Toolchain
     elsewhere: Elsewhere | None = None
-    is_noted: bool = False
+    noted: Path | None = None
 
     def lookup(self) -> Artifact | None:
         """Return the kernel if the store has it."""
@@ -63,8 +63,7 @@ class _Job:
 
     def lasting(self, artifact: Artifact) -> Artifact:
         """Return the artifact with a way to rebuild it if it is removed from the store before it is read."""
-        if self.is_noted:
-            keys.note(self.store, self.spec, self.key)
+        keys.note(self.noted, self.key)
         return replace(artifact, again=functools.partial(_again, replace(self, elsewhere=None)))
 
 
@@ -289,10 +288,10 @@ def _job(
     toolchain: Toolchain | None,
     elsewhere: Elsewhere | None,
 ) -> _Job:
-    is_noted = source is None and toolchain is None
+    noted = keys.place(store, spec) if source is None and toolchain is None else None
     source, toolchain = _source(spec, source), toolchain or find_toolchain()
     identity = kernel_identity(spec, source, toolchain)
-    return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere, is_noted)
+    return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere, noted)
 
 
 def _source(spec: Declaration, source: str | None) -> str:
@@ -303,6 +302,7 @@ def _source(spec: Declaration, source: str | None) -> str:
 
 def _stored(spec: Declaration, source: str | None, store: KernelStore | None, *, ask: bool = True) -> Artifact:
     """Find a kernel without a compiler, or ask the remote store. Any compiler's build of the same source will do."""
+    noted = keys.place(store, spec) if source is None else None
     identity = source_identity(spec, _source(spec, source))
     remote = RemoteStores.current().store() if ask else None
     asked = "" if remote is None else f", nor has {remote.where}"
@@ -319,8 +319,7 @@ def _stored(spec: Declaration, source: str | None, store: KernelStore | None, *,
             f"Build it on a machine with a compiler: `python -m cutlass_ops build SPEC.json`, with SPEC.json: "
             f"{spec.canonical()}"
         )
-    if source is None:
-        keys.note(store or KernelStore.default(), spec, found.key)
+    keys.note(noted, found.key)
     return replace(found, again=functools.partial(_stored_again, spec, source, store))
 
 

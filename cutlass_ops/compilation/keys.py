@@ -18,7 +18,7 @@ from pathlib import Path
 from cutlass_ops.artifacts import kept
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import env, resources
-from cutlass_ops.base.errors import LoadError, ToolchainError
+from cutlass_ops.base.errors import LoadError, StoreError, ToolchainError
 from cutlass_ops.base.private import read_private
 from cutlass_ops.compilation import finding
 from cutlass_ops.declare.quantizing import Declaration
@@ -29,33 +29,38 @@ _KEY = re.compile(rb"[0-9a-f]{64}")
 
 def recalled(store: KernelStore, spec: Declaration) -> str | None:
     """Return the key of a declaration's kernel that a store has or had; None if it is not known."""
+    return _read(place(store, spec))
+
+
+def place(store: KernelStore | None, spec: Declaration) -> Path | None:
+    """Return the file for a declaration's key in a store, by default the user's; None if none is kept.
+
+    It is asked for before the key is computed: what the key follows from may change while a kernel is compiled.
+    """
     try:
-        path = _path(store, spec)
+        store, situation = store or KernelStore.default(), _situation()
+    except (OSError, StoreError):
+        return None
+    if situation is None:
+        return None
+    return store.root / "keys" / situation / hashlib.sha256(spec.canonical().encode()).hexdigest()
+
+
+def note(path: Path | None, key: str) -> None:
+    """Keep the key of a kernel that a store has in the file for it (:func:`place`), if that can be written.
+
+    It must follow from this package's source and from the usual compilers.
+    """
+    if path is not None and _read(path) != key:
+        kept.keep(path.parents[2], path, key)
+
+
+def _read(path: Path | None) -> str | None:
+    try:
         key = b"" if path is None else read_private(path, _LENGTH)
     except (OSError, LoadError):
         return None
     return key.decode() if _KEY.fullmatch(key) else None
-
-
-def note(store: KernelStore, spec: Declaration, key: str) -> None:
-    """Keep the key of a kernel that a store has, if it can be written.
-
-    It must follow from this package's source and from the usual compilers.
-    """
-    try:
-        path = _path(store, spec)
-    except OSError:
-        return
-    if path is not None and not path.exists():
-        kept.keep(store.root, path, key)
-
-
-def _path(store: KernelStore, spec: Declaration) -> Path | None:
-    """Return the file with a declaration's key; None if none is kept."""
-    situation = _situation()
-    if situation is None:
-        return None
-    return store.root / "keys" / situation / hashlib.sha256(spec.canonical().encode()).hexdigest()
 
 
 def _situation() -> str | None:

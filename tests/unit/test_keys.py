@@ -76,6 +76,15 @@ def test_where_nothing_compiles_any_compilers_kernel_is_found(toolkit, monkeypat
     assert lookup.stored(SPEC) == built
 
 
+def test_where_nothing_compiles_a_kernel_with_other_flags_is_none(monkeypatch):
+    builder.build_artifact(SPEC)
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    assert lookup.stored(SPEC) is not None
+    assert key_of(SPEC) is not None
+    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
+    assert lookup.stored(SPEC) is None
+
+
 def test_where_nothing_compiles_a_kernel_that_was_removed_meanwhile_is_not_built(toolkit, monkeypatch):
     built = builder.build_artifact(SPEC)
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
@@ -87,21 +96,37 @@ def test_where_nothing_compiles_a_kernel_that_was_removed_meanwhile_is_not_built
     assert toolkit.compilations == 1
 
 
+def test_what_changes_while_a_kernel_is_compiled_leaves_no_key_of_the_old_one(templates, monkeypatch):
+    """Later processes would find the kernel of the old header by the new one's times."""
+    header = templates / "include" / "cutlass_ops" / "sm80_gemm.h"
+    compiled = builder.compile_kernel
+
+    def edited_meanwhile(*given, **named):
+        header.write_text(header.read_text() + "\n// another\n")
+        return compiled(*given, **named)
+
+    monkeypatch.setattr(builder, "compile_kernel", edited_meanwhile)
+    old = builder.build_artifact(SPEC)
+    assert key_of(SPEC) is None
+    monkeypatch.setattr(builder, "compile_kernel", compiled)
+    assert builder.build_artifact(SPEC).key != old.key
+
+
+def test_a_key_of_a_kernel_that_is_gone_gives_way_to_that_of_another(toolkit, monkeypatch):
+    """Such as that of an older compiler, whose parts were replaced behind the same nvcc."""
+    built = builder.build_artifact(SPEC)
+    (file,) = files()
+    file.write_text("0" * 64)
+    assert lookup.stored(SPEC) == built
+    assert key_of(SPEC) == built.key
+
+
 def test_a_store_that_others_may_write_is_refused_by_a_look_without_the_key(monkeypatch):
     builder.build_artifact(SPEC)
     KernelStore.default().root.chmod(0o777)
     assert lookup.recalled(SPEC) is None
     with pytest.raises(StoreError, match="others"):
         lookup.stored(SPEC)
-
-
-def test_where_nothing_compiles_a_kernel_with_other_flags_is_none(monkeypatch):
-    builder.build_artifact(SPEC)
-    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    assert lookup.stored(SPEC) is not None
-    assert key_of(SPEC) is not None
-    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
-    assert lookup.stored(SPEC) is None
 
 
 def test_a_stored_kernel_whose_key_was_not_kept_is_noted_when_it_is_found():
@@ -256,5 +281,5 @@ def test_folders_of_other_versions_are_removed_but_for_the_latest(templates, too
 def test_kernels_that_quantise_have_keys_of_their_own():
     store, specs = KernelStore.default(), [QuantizeSpec(bf16, e4m3, block, "sm_90a") for block in (None, 128)]
     for spec, letter in zip(specs, "ab", strict=True):
-        keys.note(store, spec, letter * 64)
+        keys.note(keys.place(store, spec), letter * 64)
     assert [keys.recalled(store, spec) for spec in specs] == ["a" * 64, "b" * 64]
