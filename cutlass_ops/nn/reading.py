@@ -104,11 +104,14 @@ def readable(weight: Tensor) -> Tensor:
 
 
 def matrices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Bs of two weights (N, K) that one kernel reads: copied if their lines lie in different ways."""
+    """Return the Bs of two weights (N, K) that one kernel reads: copied if their lines lie in different ways.
+
+    A copy has no ``main_grad``. With gradients each product is a GEMM of its own, which reads either way.
+    """
     first, second = readable(first), readable(second)
     if not first.is_contiguous() or not second.is_contiguous():
         alike = (has_lines_along(first, inner) and has_lines_along(second, inner) for inner in (1, 0))
-        if not any(alike):
+        if not any(alike) and not has_main_grad(*(w for w in (first, second) if w.requires_grad)):
             first, second = first.contiguous(), second.contiguous()
     return first.t(), second.t()
 

@@ -145,6 +145,23 @@ def wanted(module, x):
     return torch.autograd.grad(module(x).float().square().sum(), matrices)
 
 
+@pytest.mark.parametrize("turned", ["gate_proj", "up_proj"])
+def test_gradients_of_a_gate_whose_weights_lie_in_different_ways_are_added(turned):
+    torch.manual_seed(0)
+    module, x = MODULES["gated"](), drawn(6, K)
+    layer = module.get_submodule(turned)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    grads = wanted(module, x)
+    for p in module.parameters():
+        p.main_grad = torch.ones(p.shape)
+    d = module(x)
+    d.float().square().sum().backward()
+    for p, grad in zip(module.parameters(), grads, strict=True):
+        assert p.grad is None
+        close(p.main_grad - 1, grad)
+    close(module.requires_grad_(False)(x), d)  # nothing is recorded, so that one kernel reads copies
+
+
 @pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's own, where its graph ends
