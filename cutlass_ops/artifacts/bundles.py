@@ -296,7 +296,7 @@ def load_bundle(
     Returns
     -------
     Bundle
-                The opened bundle.
+        The opened bundle.
 
     Raises
     ------

@@ -26,7 +26,7 @@ class MLP(torch.nn.Module):
     ----------
     in_features, hidden_features : int
         Size of the last dimension of x, and of the activation's result.
-        out_features : int, optional
+    out_features : int, optional
         Size of the result's last dimension. Default: `in_features`.
     activation : str
         As for :class:`Linear`.

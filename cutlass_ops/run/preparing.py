@@ -35,7 +35,7 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
 
     Raises
     ------
-        TypeError, ValueError, UnsupportedError
+    TypeError, ValueError, UnsupportedError
         As for the call itself.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be compiled, stored or loaded.

@@ -61,6 +61,21 @@ def test_every_public_object_has_an_example(name):
         assert "\n\nExamples\n--------\n" in doc
 
 
+@pytest.mark.parametrize("name", _documented())
+def test_sections_are_indented_as_the_reference_reads_them(name):
+    """Else a parameter is a part of the description of the one before, or a section has nothing."""
+    doc = inspect.getdoc(_documented()[name])
+    for section in re.split(r"\n\n(?=\w+\n-{3,}\n)", doc)[1:]:
+        title, _, first, *others = section.split("\n\n")[0].split("\n")
+        if title not in ("Parameters", "Attributes", "Returns", "Raises"):
+            continue
+        assert not first.startswith(" "), (title, first)
+        for line in others:
+            indent = len(line) - len(line.lstrip())
+            assert indent in (0, 4) or line.lstrip().startswith("-"), (title, line)
+            assert indent == 0 or not re.match(r"\w+(, \w+)* : \w", line.lstrip()), (title, line)
+
+
 # They need a GPU, a compiler or a bundle.
 SKIPPED = {"Benchmark", "Bundle", "Kernel", "bench", "build", "explain", "load_bundle", "tune"}
 

@@ -69,7 +69,7 @@ class Contract:
     ----------
     program : str
         The kind of program: ``"library"``, ``"triton"`` or ``"wmma"``.
-        architecture : str
+    architecture : str
         For example ``"sm_90"``.
     a, b : str
         Element type and major, and the alignment if it is below 16 bytes.
