@@ -188,9 +188,13 @@ _IMPORTED = "called_"
 
 
 def __getattr__(name: str) -> Portable:
-    if not name.startswith(_IMPORTED):
+    try:
+        op = bytes.fromhex(name.removeprefix(_IMPORTED)).decode() if name.startswith(_IMPORTED) else ""
+    except ValueError:
+        op = ""
+    if not op:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return find(bytes.fromhex(name.removeprefix(_IMPORTED)).decode())
+    return find(op)
 
 
 @functools.lru_cache(maxsize=1024)
