@@ -352,9 +352,10 @@ class Fp8State(torch.nn.Module):
 
     def _require_kept(self, what: str) -> None:
         if self.scaling == "current":
+            instead = ", or set scaling = 'delayed'" if self.recipe == "TensorWise" else ""
             raise ValueError(
                 f"{what} is for delayed scaling, and scaling is 'current', which keeps nothing between passes: leave "
-                "out this call, or set scaling = 'delayed'"
+                f"out this call{instead}"
             )
 
     def _require_to_change(self, name: str = "", value: Tensor | None = None) -> None:

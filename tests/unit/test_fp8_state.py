@@ -381,3 +381,10 @@ def test_all_of_it_is_on_one_device():
         state.quantize(x, torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"^x is on meta and the state is on cpu"):
         state.quantize(x.to("meta"))
+
+
+def test_delayed_scaling_is_advised_only_where_it_is_possible():
+    with pytest.raises(ValueError, match=r"leave out this call, or set scaling = 'delayed'$"):
+        CURRENT.step()
+    with pytest.raises(ValueError, match=r"leave out this call$"):
+        co.Fp8State("RowWise", scaling="current").step()
