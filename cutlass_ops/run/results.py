@@ -90,11 +90,13 @@ class Outputs(tuple[Any, ...]):
     _fields: tuple[str, ...]
 
     def __new__(cls, *given: Any) -> Outputs:  # noqa: D102
-        if len(given) != 2 or not _are_names(given[0]):  # of a tuple that is made again, as one or as several arguments
-            return tuple(given[0]) if len(given) == 1 else given  # type: ignore[return-value]
-        self = super().__new__(cls, given[1])
-        self._fields = given[0]
-        return self
+        # Inlined, and a look at the first name alone: each warm call makes one.
+        if len(given) == 2 and type(given[0]) is tuple and given[0] and type(given[0][0]) is str:
+            self = tuple.__new__(cls, given[1])
+            self._fields = given[0]
+            return self
+        # Of a tuple that is made again, as one or as several arguments.
+        return tuple(given[0]) if len(given) == 1 else given  # type: ignore[return-value]
 
     @classmethod
     def _make(cls, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -129,10 +131,6 @@ class Outputs(tuple[Any, ...]):
 
     def __repr__(self) -> str:
         return f"Outputs({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
-
-
-def _are_names(fields: Any) -> bool:
-    return isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
 
 
 @dataclass(frozen=True, eq=False)
