@@ -428,6 +428,7 @@ def test_linearize_runs_calls_that_depend_on_nothing_and_refuses_the_others():
         torch.func.linearize(lambda x: co.gemm(x, W), X)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of PyTorch's own import
 def test_a_saved_program_refuses_tangents_under_a_mode_as_well():
     class Layer(torch.nn.Module):
         def forward(self, x):
