@@ -167,7 +167,8 @@ def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
     if named:
         advice.append(f"use {' or '.join(dict.fromkeys(named))}")
     elif not advice:
-        advice.append(f"use another tile with {_spelled(spec, broken.changes[0])}")
+        changes = [text for change in broken.changes if (text := _spelled(spec, change))]
+        advice.append(" with ".join(("use another tile", *changes[:1])))
     return f"{broken.what}: {', or '.join(advice)}"
 
 

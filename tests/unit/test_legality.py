@@ -506,6 +506,18 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
         assert str(violation) == f"{violation.rule}: {violation.message}"
 
 
+def test_another_tile_is_advised_with_what_it_changes():
+    """Of several changes, the first may be what the configuration has already."""
+    config = Sm90Config(ThreadblockShape(64, 64, 64), scheduler="stream_k", realign=True)
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row"}
+    messages = [v.message for v in check(KernelSpec(config=config, epilogue=bias_relu, form="grouped", **types))]
+    advice = ": use another tile with scheduler='persistent'"
+    assert (
+        f"form is grouped with split_k 1 and scheduler 'stream_k', and blocks split the K of one GEMM{advice}"
+        in messages
+    )
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
