@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cutlass_ops.artifacts.store import KernelStore
-from cutlass_ops.base import resources
+from cutlass_ops.base import resources, session
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import StoreError
 
@@ -24,25 +24,30 @@ _OTHERS = 4
 
 
 @functools.cache
-def package() -> str:
-    """Return a name for the code and the tables of this package, by their paths, sizes and times."""
-    found = hashlib.sha256(resources.library_version().encode())
-    found.update(stamps(resources.package(), (".py", ".json", ".gz")).encode())
-    return found.hexdigest()[:32]
+def package() -> str | None:
+    """Return a name for the code and the tables of this package, by their paths, sizes and times.
+
+    None if a file changed since the import: what this process computes follows from the one before.
+    """
+    files = list(_files(resources.package(), (".py", ".json", ".gz")))
+    if any(max(info.st_mtime_ns, info.st_ctime_ns) > session.IMPORTED for _, info in files):
+        return None
+    about = [resources.library_version(), *(stamp(name, info) for name, info in files)]
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:32]
 
 
-def stamps(place: Path, endings: tuple[str, ...] = ("",)) -> str:
-    """Return the path, size and time of each file in a folder and below whose name ends in one of several ways."""
-    return "\n".join(_stamps(place, endings))
+def stamps(place: Path) -> str:
+    """Return the path, size and time of each file in a folder and below."""
+    return "\n".join(stamp(name, info) for name, info in _files(place))
 
 
-def _stamps(place: Path, endings: tuple[str, ...]) -> Iterator[str]:
+def _files(place: Path, endings: tuple[str, ...] = ("",)) -> Iterator[tuple[str, os.stat_result]]:
     for each in sorted(os.scandir(place), key=lambda each: each.name):
         if each.is_dir():
             if each.name != "__pycache__":
-                yield from _stamps(Path(each.path), endings)
+                yield from _files(Path(each.path), endings)
         elif each.name.endswith(endings):
-            yield stamp(each.path, each.stat())
+            yield each.path, each.stat()
 
 
 def stamp(name: str, info: os.stat_result) -> str:

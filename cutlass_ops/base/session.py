@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# When the process imported this library, in nanoseconds: files that changed since are not what it runs.
+IMPORTED = time.time_ns()
 
 T = TypeVar("T")
 P = ParamSpec("P")

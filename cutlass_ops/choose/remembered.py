@@ -60,8 +60,10 @@ def folder() -> Path | None:
 
 def path_of(signature: OpSignature, device: Device, n: int, k: int, count: int) -> Path | None:
     """Return the file of a decision about so many weights (N, K); None if none are kept."""
-    root = folder()
-    return None if root is None else root / _package() / f"{_name(signature, device)}-{n}x{k}x{count}.json"
+    root, package = folder(), kept.package()
+    if root is None or package is None:
+        return None
+    return root / _with_numpy(package) / f"{_name(signature, device)}-{n}x{k}x{count}.json"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,6 +73,6 @@ def _name(signature: OpSignature, device: Device) -> str:
 
 
 @functools.cache
-def _package() -> str:
-    """Return a name for everything in the package that a decision follows from: its code and its tables."""
-    return hashlib.sha256(f"{kept.package()} {np.__version__}".encode()).hexdigest()[:32]
+def _with_numpy(package: str) -> str:
+    """Return a name for everything that a decision follows from: the package's code and tables, and NumPy."""
+    return hashlib.sha256(f"{package} {np.__version__}".encode()).hexdigest()[:32]

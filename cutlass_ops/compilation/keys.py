@@ -68,7 +68,10 @@ def _situation() -> str | None:
 
     Where nothing may be compiled, any compiler's kernel will do, if it was compiled with the same flags.
     """
-    about = [kept.package(), kept.stamps(resources.templates()), str(env.lineinfo_enabled())]
+    package = kept.package()
+    if package is None:
+        return None
+    about = [package, kept.stamps(resources.templates()), str(env.lineinfo_enabled())]
     if env.jit_enabled():
         if env.cutlass_dir() is not None:
             return None  # its headers may be edited: each process hashes them
@@ -77,13 +80,14 @@ def _situation() -> str | None:
             files = [finding.nvcc(path)[0], finding.host_compiler(path)]
         except ToolchainError:
             return None
-        for name, header in (("cutlass_library", "source/include/cutlass/version.h"), ("tvm_ffi", "__init__.py")):
+        for name, version in (("cutlass_library", "source/include/cutlass/version.h"), ("tvm_ffi", "_version.py")):
             try:
                 found = importlib.util.find_spec(name)
             except ValueError:  # a module that was made up
                 found = None
             if found is None or found.origin is None:
                 return None
-            files.append(Path(found.origin).parent / header)
+            files.append(Path(found.origin).parent / version)
+            about.append(files[-1].read_text(errors="replace"))  # some packers give all files one time
         about += [path, *(kept.stamp(str(each), os.stat(each)) for each in files)]
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:32]

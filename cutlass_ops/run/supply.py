@@ -17,7 +17,7 @@ import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env
-from cutlass_ops.base.errors import CompileError, MissingKernelError, ToolchainError
+from cutlass_ops.base.errors import CompileError, LoadError, MissingKernelError, ToolchainError
 from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import Config, Ordered
@@ -94,7 +94,7 @@ def supply(decision: Decision) -> Supply:
     loaded = _loaded(decision)
     looks = not captured and (loaded is None or _store_is_quick())
     waits = captured or background.pending(best.spec)
-    if not waits and registry.at_hand(best.spec, quickly=not looks) is not None:
+    if not waits and _is_at_hand(best.spec, quickly=not looks):
         return best
     found = loaded or (_at_hand(decision) if looks else None)
     if found is None and captured and registry.at_hand(best.spec) is None:
@@ -168,6 +168,20 @@ def _store_is_quick() -> bool:
     from cutlass_ops.compilation import toolchain
 
     return toolchain.is_known()
+
+
+def _is_at_hand(spec: KernelSpec, *, quickly: bool) -> bool:
+    """Whether a kernel is loaded, or can be now.
+
+    A quick look is for a call that another kernel can serve. It leaves a kernel that cannot be loaded to the
+    background, which says why.
+    """
+    try:
+        return Registry.current().at_hand(spec, quickly=quickly) is not None
+    except LoadError:
+        if not quickly:
+            raise
+        return False
 
 
 def _is_there(spec: KernelSpec) -> bool:

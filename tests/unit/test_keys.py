@@ -162,6 +162,11 @@ def changed_code(templates, toolkit, monkeypatch):
     monkeypatch.setattr(kept.resources, "library_version", lambda: "9.9")
 
 
+def code_changed_since_its_import(templates, toolkit, monkeypatch):
+    kept.package.cache_clear()
+    monkeypatch.setattr(kept.session, "IMPORTED", os.stat(keys.__file__).st_ctime_ns - 1)
+
+
 def line_numbers(templates, toolkit, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
 
@@ -203,6 +208,7 @@ def made_up_tvm_ffi(templates, toolkit, monkeypatch):
         changed_template,
         changed_header,
         changed_code,
+        code_changed_since_its_import,
         line_numbers,
         other_nvcc,
         other_host_compiler,

@@ -10,7 +10,7 @@ from signatures import A100, H100, signature
 from cutlass_ops.artifacts import kept
 from cutlass_ops.base import env
 from cutlass_ops.base.session import Session
-from cutlass_ops.choose import dispatch, policies, remembered, tables
+from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.weight import NEAR
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import composed
@@ -143,7 +143,6 @@ def test_nothing_is_kept_where_that_is_switched_off_or_a_table_is_the_user_s(fol
 def test_other_code_or_tables_have_other_files(folder, monkeypatch):
     def forget():
         kept.package.cache_clear()
-        remembered._package.cache_clear()
 
     decided(rows=[1])
     for version in range(8):
@@ -153,6 +152,14 @@ def test_other_code_or_tables_have_other_files(folder, monkeypatch):
         decided(rows=[1])
     forget()
     assert len(files(folder)) == len(os.listdir(folder)) == 5
+
+
+def test_what_follows_from_code_that_has_changed_since_its_import_is_not_kept(folder, monkeypatch):
+    kept.package.cache_clear()
+    monkeypatch.setattr(kept.session, "IMPORTED", os.stat(kept.__file__).st_ctime_ns - 1)
+    decided(rows=[1])
+    kept.package.cache_clear()
+    assert files(folder) == []
 
 
 def test_kernels_near_a_number_of_rows_serve_one_within_a_factor(folder):

@@ -11,7 +11,7 @@ from signatures import H100, signature
 
 import cutlass_ops as co
 from cutlass_ops.artifacts import loader
-from cutlass_ops.base.errors import CompileError, MissingKernelError
+from cutlass_ops.base.errors import CompileError, LoadError, MissingKernelError
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
@@ -132,6 +132,24 @@ def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs,
     assert supply.supply(many).spec == other
     known.append(True)
     assert supply.supply(many).spec == many.spec
+
+
+def test_a_call_that_can_be_served_does_not_fail_by_a_kernel_that_cannot_be_loaded(device, specs, monkeypatch):
+    monkeypatch.setattr(supply, "_store_is_quick", lambda: False)
+    many = best(4096)
+    other = H100.spec(signature(), next(c.config for c in many.alternatives() if not c.config.whole_k))
+    device.absent -= {many.spec, other}
+    device.kernel(other)
+
+    def damaged(spec, quickly=False):
+        raise LoadError("damaged")
+
+    monkeypatch.setattr(device, "at_hand", damaged)
+    assert supply.supply(many).spec == other
+    assert device.queued == [many.spec]
+    device.loaded.clear()
+    with pytest.raises(LoadError, match="damaged"):
+        supply.supply(many)
 
 
 def test_nor_where_it_would_be_far_slower_or_give_other_bits(device, specs):
