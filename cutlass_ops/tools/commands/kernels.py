@@ -11,7 +11,7 @@ from typing import Any
 
 from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.entry import Artifact, open_entry
+from cutlass_ops.artifacts.entry import MANIFEST, Artifact, open_entry
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import resources, writable
 from cutlass_ops.base.errors import ConfigError, LoadError
@@ -151,8 +151,10 @@ def _slug(artifact: Artifact) -> str:
 def _find(text: str, in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None) -> Artifact:
     """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
     path = Path(text).absolute()
-    if in_bundle is None and not key and minimum_version is None and path.exists():
-        return open_entry(path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    is_kernels = path.exists() and (folder / MANIFEST).exists()
+    if in_bundle is None and not key and minimum_version is None and is_kernels:
+        return open_entry(folder)
     where, artifacts = _kernels(in_bundle, key, minimum_version)
     found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]
     if len(found) == 1:

@@ -48,6 +48,10 @@ def test_list_inspect_and_clean(kit, run, spec_file):
         code, out, _ = run("inspect", name, "--json")
         assert code == 0
         assert json.loads(out)[0]["key"] == rows[0]["key"]
+    for beside in (spec_file(sm80_spec(3), "another.json"), rows[0]["folder"] + "/.."):
+        code, _, err = run("inspect", beside)
+        assert code == 4
+        assert "is not a kernel's folder" in " ".join(err.split())
     code, out, err = run("inspect", "gemm_")
     assert code == 1
     assert "matches 2 kernels" in err
