@@ -35,14 +35,14 @@ class Roofline:
         return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
 
 
-def roofline(problem: Problem, moved_bytes: int, chip: Chip, rate: float = 1.0) -> Roofline:
+def roofline(problem: Problem, moved_bytes: float, chip: Chip, rate: float = 1.0) -> Roofline:
     """Return the lower bounds of a problem's time.
 
     Parameters
     ----------
     problem : Problem
         With the columns of all weights.
-    moved_bytes : int
+    moved_bytes : float
         Bytes of all operands, inputs and outputs.
     chip : Chip
         The chip, with its peaks.

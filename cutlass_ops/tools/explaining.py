@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +22,11 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import RAGGED_K, Form
+from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec, copied
+from cutlass_ops.kinds import spreads
 from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -290,7 +293,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    moved = sum(t.numel() * t.element_size() for t in _tensors(call))
+    moved = _moved(call, problem)
     return Explanation(
         name,
         call.problem.extents,
@@ -368,6 +371,25 @@ _BUNDLED = "chosen when its bundle was made; one of {} bundled kernels for this 
 def _tensors(call: Call) -> list[Tensor]:
     inputs = [x for x in call.arguments.inputs.values() if isinstance(x, Tensor)]
     return [call.arguments.a, call.arguments.b, *inputs, *call.outputs]
+
+
+def _moved(call: Call, problem: Problem) -> float:
+    """Return how many bytes a call moves through device memory at least.
+
+    Weights of groups without rows are not read. How many these are depends on the spread of rows, so that this is the
+    geometric mean over spreads, as the time is for which a kernel is chosen.
+    """
+    everything = sum(map(_bytes, _tensors(call)))
+    if call.arguments.form not in (GROUPED, MASKED):
+        return everything
+    weights = _bytes(call.arguments.b) + sum(_bytes(call.arguments.inputs[name]) for name in call.graph.products)
+    rows, groups = np.float64(problem.m * problem.count), np.float64(problem.count)
+    read = {each: float(each.groups(rows, groups).counts.sum() / groups) for each in spreads.ASSUMED}
+    return math.exp(sum(each.weight * math.log(everything - (1 - read[each]) * weights) for each in spreads.ASSUMED))
+
+
+def _bytes(x: Tensor | float) -> int:
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
 
 
 def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:

@@ -16,6 +16,7 @@ from signatures import A100, H100
 import cutlass_ops as co
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
@@ -302,6 +303,24 @@ def test_a_call_is_explained():
     on_cpu = co.explain(co.grouped_gemm, **wrong())
     assert (on_cpu.served_by, on_cpu.problem, on_cpu.grouped) == ("PyTorch", (6, 8, 16), True)
     assert co.warm_up(co.grouped_gemm, **wrong()) == 0
+
+
+@pytest.mark.parametrize("rows", [64, 256, 8192])
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_kernel_of_groups_is_faster_than_its_roofline(rows, gated):
+    second = {"up": torch.empty(64, 4096, 4096, dtype=BF16, device="meta").mT} if gated else {}
+    found = explain_call(
+        "grouped_gemm",
+        made((composed.swiglu if gated else builtin.identity).graph, rows, 64, 4096, 4096, **second),
+        H100,
+    )
+    assert 0.3 < found.achieved < 1
+
+
+def test_of_one_group_all_weights_are_read():
+    found = explain_call("grouped_gemm", made(builtin.identity.graph, 8, 1, 4096, 4096), H100)
+    moved = 2 * (8 * 4096 + 4096 * 4096 + 8 * 4096)
+    assert found.roofline.memory == pytest.approx(moved / (CHIPS[H100.name].gb_per_s * 1e3), rel=1e-6)
 
 
 def test_warm_calls_are_served_warm(device):
