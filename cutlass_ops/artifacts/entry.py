@@ -13,6 +13,7 @@ from typing import Any
 
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import checked_json, env, recency
+from cutlass_ops.base.atomic import DELETIONS
 from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
@@ -25,8 +26,6 @@ MANIFEST = "manifest.json"
 
 _MAX_MANIFEST = 1 << 20  # bytes
 
-# How many times in a row a store may be deleted while a kernel is built or read: each time, it is built again.
-DELETIONS = 3
 KEEP = f"Stop whatever removes its files, or set {env.CACHE_DIR.name} to a folder that nothing cleans up meanwhile"
 
 

@@ -1,7 +1,7 @@
-"""Small files beside the kernels, which save later processes work.
+"""Small files in the store's folder that save later processes work, such as choices and keys.
 
-Each folder of them is named after all that its files follow from. A file that is lost, damaged or not private is as
-good as none: what it saves is done again. Old folders are removed.
+Each folder of such files is named after everything that the files follow from. If a file is missing, damaged or not
+private, the work is done again. Old folders are removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutlass_ops.base import resources, session
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import StoreError
 
-# Folders of other versions of what files follow from that stay.
+# Number of folders for other versions that are kept.
 _OTHERS = 4
 
 
@@ -27,7 +27,7 @@ _OTHERS = 4
 def package() -> str | None:
     """Return a name for the code and the tables of this package, by their paths, sizes and times.
 
-    None if a file changed since the import: what this process computes follows from the one before.
+    None if one of these files changed after the import: this process still runs the old code.
     """
     files = list(_files(resources.package(), (".py", ".json", ".gz")))
     if any(max(info.st_mtime_ns, info.st_ctime_ns) > session.IMPORTED for _, info in files):

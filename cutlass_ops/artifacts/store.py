@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.artifacts.entry import (
-    DELETIONS,
     FORMAT,
     LIBRARY,
     MANIFEST,
@@ -46,6 +45,7 @@ from cutlass_ops.artifacts.entry import (
 )
 from cutlass_ops.artifacts.index import Index
 from cutlass_ops.base import env, locks, recency, resources
+from cutlass_ops.base.atomic import DELETIONS
 from cutlass_ops.base.errors import LoadError, StoreError
 from cutlass_ops.base.private import require_private
 from cutlass_ops.base.recency import Use

@@ -9,6 +9,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+# How many times in a row a folder may be deleted while something is written or read there: each time, it is done again.
+DELETIONS = 3
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:

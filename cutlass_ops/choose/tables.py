@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from cutlass_ops.base import checked_json, env, locks
-from cutlass_ops.base.atomic import replacing
+from cutlass_ops.base.atomic import DELETIONS, replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import format2, selection
 from cutlass_ops.choose.points import BEHIND as BEHIND
@@ -51,8 +51,6 @@ _TO_A_PEER = 3.0
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs orders kernels points"
 _MAX_BYTES = 64 << 20
-# How many times in a row a folder of tables may be deleted while one is written.
-_DELETIONS = 3
 _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
@@ -343,7 +341,7 @@ def update(path: Path, table: Table) -> Table:
             return _updated(path, table)
         except StoreError as exc:
             # The folder was deleted meanwhile: what was measured for long is written to a new one.
-            if attempts > _DELETIONS or not isinstance(exc.__cause__, FileNotFoundError):
+            if attempts > DELETIONS or not isinstance(exc.__cause__, FileNotFoundError):
                 raise
 
 

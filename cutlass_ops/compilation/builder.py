@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import DELETIONS, KEEP, LIBRARY, SOURCE, Artifact, identity_key
+from cutlass_ops.artifacts.entry import KEEP, LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
+from cutlass_ops.base.atomic import DELETIONS
 from cutlass_ops.base.ending import Threads
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress

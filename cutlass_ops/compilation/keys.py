@@ -1,10 +1,12 @@
-"""Keys of kernels that the store had before, kept in files: with one, a kernel is found without rendering its source.
+"""Keys of kernels, kept in files from one process to the next.
 
-A kernel's key is the hash of its source, of the headers and of the compilers. To render a first source takes some fifty
-milliseconds, and to examine the compilers a hundred, for which a process's first calls would wait. A file is named
-after the declaration, and its folder after the paths, sizes and times of what the key follows from. A compiler that was
-replaced without a trace at its name leaves kernels that the old one compiled: they are right, and nothing else is found
-by a key of another compiler.
+A kernel's key is the hash of its source, of the headers and of the compilers. To compute it, a process renders the
+source and examines the compilers. Its first calls would wait for that (``benchmarks/bench_lookup.py`` measures it).
+With a key from a file, a process only looks into the store.
+
+A file is named after the declaration. Its folder is named after the paths, sizes and times of all else that the key
+follows from: this package, its templates and the compilers. If a compiler is replaced by one with the same path, size
+and time, the store's kernel is the old compiler's, which computes the same.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def recalled(store: KernelStore, spec: Declaration) -> str | None:
 def place(store: KernelStore | None, spec: Declaration) -> Path | None:
     """Return the file for a declaration's key in a store, by default the user's; None if none is kept.
 
-    It is asked for before the key is computed: what the key follows from may change while a kernel is compiled.
+    Ask for it before the key is computed: a header or a compiler may change while a kernel is compiled.
     """
     try:
         store, situation = store or KernelStore.default(), _situation()
@@ -47,9 +49,9 @@ def place(store: KernelStore | None, spec: Declaration) -> Path | None:
 
 
 def note(path: Path | None, key: str) -> None:
-    """Keep the key of a kernel that a store has in the file for it (:func:`place`), if that can be written.
+    """Write the key of a stored kernel to its file, which :func:`place` returned, if that is possible.
 
-    It must follow from this package's source and from the usual compilers.
+    The key must be of a source that this package rendered, and of the compilers that it finds by itself.
     """
     if path is not None and _read(path) != key:
         kept.keep(path.parents[2], path, key)
@@ -64,9 +66,9 @@ def _read(path: Path | None) -> str | None:
 
 
 def _situation() -> str | None:
-    """Return a name for all that a key follows from besides the declaration; None if that takes long to say.
+    """Return a name for all that a key follows from besides the declaration; None if no key can be kept.
 
-    Where nothing may be compiled, any compiler's kernel will do, if it was compiled with the same flags.
+    With ``CUTLASS_OPS_JIT=0``, any compiler's kernel will do, if it was compiled with the same flags.
     """
     package = kept.package()
     if package is None:

@@ -1,4 +1,4 @@
-"""What the user's store has, found by as little as possible: the first calls of a process wait for it."""
+"""Look for a kernel in the user's store, first by its key from a file: a process's first calls wait for this."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 def recalled(spec: Declaration) -> Artifact | None:
     """Return the kernel for a declaration if the user's store has it and its key is known: see :mod:`.keys`.
 
-    What is wrong with the store is left for a look without the key to say.
+    If the store cannot be used, nothing is found: a look without the key says why.
     """
     try:
         key = keys.recalled(KernelStore.default(), spec)
