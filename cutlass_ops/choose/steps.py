@@ -2,7 +2,7 @@
 
 The expected time of a kernel jumps where it needs another row of tiles, and is smooth in between. So it is computed at
 the ends of such pieces and interpolated, and only for the few kernels that may be the fastest there. Where two of them
-come close, both are computed. Where what is still inexact could decide, there is no step: a call asks the policy.
+come close, both are computed. Where what is still inexact could decide, times are computed as a call would have them.
 
 The search takes as long as all else that is decided for a weight, and its first call has one number of rows only. So
 the search waits until there is time: see :class:`StepsSoFar`.
@@ -42,6 +42,8 @@ _OF_MEANS = 0.02
 # If A's lines lie along M, they begin where the L2 cache's lines do if the number of rows is a multiple of this.
 _LINE = arch.CACHE_LINE_BYTES // bf16.bytes
 _UNDECIDED = -1
+# So many ties are decided, a millisecond each. There are a dozen at most weights, and a call asks the policy for more.
+_MOST_TIES = 256
 
 
 def _has_lines_along_m(knowledge: Knowledge) -> bool:
@@ -153,7 +155,26 @@ def _all_steps(knowledge: Knowledge, kept: Places, foretold: Foretold, problems:
     problems = problems._replace(m=rows[smooth, None].astype(np.float64))
     between, kernels = _Search(knowledge, kept, foretold.part(smooth), problems).between()
     each[between - 1] = kernels
+    # What interpolation does not decide is foretold: a few numbers of rows in a hundred.
+    left = np.setdiff1d(np.flatnonzero(each == _UNDECIDED) + 1, rows)
+    if len(left):
+        each[left - 1] = _each(_foretold(knowledge, kept, problems, left), left)[left - 1]
+    _decide_ties(each, partial(_foretold, knowledge, kept, problems))
     return Steps.of_each(each)
+
+
+def _foretold(knowledge: Knowledge, kept: Places, problems: Extents, rows: Places) -> Foretold:
+    """Return the times of a weight's kernels at some numbers of rows."""
+    return knowledge.foretold(problems._replace(m=rows[:, None].astype(np.float64))).of(kept)
+
+
+def _decide_ties(each: NDArray[np.int16], foretold: Callable[[Places], Foretold]) -> None:
+    """Decide where two kernels are equally fast but for rounding: a call would be told what is foretold of it alone."""
+    for row in np.flatnonzero(each == _UNDECIDED)[:_MOST_TIES] + 1:
+        found = foretold(np.array([row]))
+        best = found.times[0].argmin()
+        if np.isfinite(found.times[0, best]):
+            each[row - 1] = _numbers(best, found.by_gpc[0, best])
 
 
 def _further_rows(knowledge: Knowledge) -> Places:
