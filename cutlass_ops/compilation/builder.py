@@ -192,7 +192,7 @@ def fetched(spec: Declaration) -> Artifact | None:
         taken = _taken(found, spec, job.store)
         return None if taken is None else job.lasting(taken)
 
-    return _locked(job, None, take)
+    return _locked(job.store, job.key, spec, take)
 
 
 def build_many(
@@ -330,8 +330,7 @@ def _stored_remotely(
     found = remote.fetch_source(identity)
     if found is None:
         return None
-    with store.lock(found.key, None, spec.slug):
-        return store.lookup(found.key) or _taken(found, spec, store)
+    return _locked(store, found.key, spec, lambda: store.lookup(found.key) or _taken(found, spec, store))
 
 
 def _stored_again(spec: Declaration, source: str | None, store: KernelStore | None, use: Callable[[Artifact], T]) -> T:
@@ -340,15 +339,17 @@ def _stored_again(spec: Declaration, source: str | None, store: KernelStore | No
 
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
     # The previous holder of the lock may have built it.
-    return _locked(job, cancel, lambda: job.lookup() or job.lasting(_made(job, cancel)))
+    return _locked(job.store, job.key, job.spec, lambda: job.lookup() or job.lasting(_made(job, cancel)), cancel)
 
 
 def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
     """Rebuild a kernel that was removed, and use it while the lock protects it from removal."""
-    return _locked(job, None, lambda: use(job.lookup() or job.lasting(_made(job, None))))
+    return _locked(job.store, job.key, job.spec, lambda: use(job.lookup() or job.lasting(_made(job, None))))
 
 
-def _locked(job: _Job, cancel: threading.Event | None, do: Callable[[], T]) -> T:
+def _locked(
+    store: KernelStore, key: str, spec: Declaration, do: Callable[[], T], cancel: threading.Event | None = None
+) -> T:
     """Do something while the kernel's lock is held, and again if the store is deleted meanwhile.
 
     The lock goes with the store: others may hold a new one by then, and be building the same kernel.
@@ -357,12 +358,12 @@ def _locked(job: _Job, cancel: threading.Event | None, do: Callable[[], T]) -> T
     while True:
         attempts += 1
         try:
-            with job.store.lock(job.key, cancel, job.spec.slug):
+            with store.lock(key, cancel, spec.slug):
                 return do()
         except _DeletedError as exc:
             if attempts > DELETIONS:
                 raise StoreError(f"{exc}, {attempts} times in a row. {KEEP}") from exc
-            _log.warning("%s: compiling it again", exc)
+            _log.warning("%s: adding it again", exc)
 
 
 def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
@@ -410,11 +411,11 @@ def _proved(library: Path, spec: Declaration) -> dict[str, int]:
 
 
 class _DeletedError(StoreError):
-    """The store was deleted while a kernel was being compiled in it, perhaps to free disk space."""
+    """The store was deleted while a kernel was being compiled or fetched into it, perhaps to free disk space."""
 
 
 def _deleted(store: KernelStore, spec: Declaration) -> _DeletedError:
-    return _DeletedError(f"the kernel store {store.root} was deleted while {spec.slug} was compiled")
+    return _DeletedError(f"the kernel store {store.root} was deleted while {spec.slug} was being added")
 
 
 def _is_gone(folder: Path, exc: CutlassOpsError) -> bool:

@@ -125,14 +125,14 @@ def test_a_store_that_is_deleted_during_a_build(store, toolkit, toolchain, caplo
     artifact = build_artifact(SPEC, store=store, toolchain=toolchain)
     assert toolkit.compilations == times + 1
     assert store.lookup(artifact.key) == artifact
-    assert caplog.text.count(f"{store.root} was deleted while {SPEC.slug} was compiled: compiling it again") == times
+    assert caplog.text.count(f"{store.root} was deleted while {SPEC.slug} was being added: adding it again") == times
     assert left_over(store) == []
 
 
 def test_a_store_that_is_deleted_during_each_build(store, toolkit, toolchain):
     toolkit.makes(library(HMMA), before=f"rm -rf {store.root}\n")
     wanted = (
-        f"{store.root} was deleted while {SPEC.slug} was compiled, 4 times in a row. Stop whatever removes its files"
+        f"{store.root} was deleted while {SPEC.slug} was being added, 4 times in a row. Stop whatever removes its files"
     )
     with pytest.raises(StoreError, match=f"{wanted}, or set CUTLASS_OPS_CACHE_DIR to a folder that nothing cleans up"):
         build_artifact(SPEC, store=store, toolchain=toolchain)
@@ -186,7 +186,7 @@ def test_two_builders_whose_store_is_deleted(store, toolkit, toolchain, caplog):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(build_artifact, SPEC, store=store, toolchain=toolchain)
         second = pool.submit(build_artifact, SPEC, store=store, toolchain=toolchain)
-        while "compiling it again" not in caplog.text and not first.done():
+        while "adding it again" not in caplog.text and not first.done():
             time.sleep(0.01)
         (toolkit.root / "go").touch()
         assert first.result().read_library() == second.result().read_library()

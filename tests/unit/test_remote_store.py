@@ -824,20 +824,33 @@ def test_the_store_may_be_deleted_at_any_time(shared, keys, kit, local, publish,
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin != "compiled here"
 
 
+@pytest.fixture
+def deleting(monkeypatch):
+    """Delete a store so many times, each time while a fetched kernel is proved in it."""
+
+    def _deleting(store, times):
+        deleted, proves = [], build_module._proved
+
+        def proved(library, spec):
+            found = proves(library, spec)
+            if len(deleted) < times:
+                deleted.append(shutil.rmtree(store.root))
+            return found
+
+        monkeypatch.setattr(build_module, "_proved", proved)
+        return deleted
+
+    return _deleting
+
+
 @pytest.mark.parametrize("times", [1, 4])
-def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched(keys, kit, local, server, publish, monkeypatch, times):
+def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched(
+    keys, kit, local, server, publish, monkeypatch, deleting, times
+):
     publish()
     name_store(monkeypatch, server.url, keys[1])
-    store, deleted = local(), []
-    proves = build_module._proved
-
-    def proved(library, spec):
-        found = proves(library, spec)
-        if len(deleted) < times:
-            deleted.append(shutil.rmtree(store.root))
-        return found
-
-    monkeypatch.setattr(build_module, "_proved", proved)
+    store = local()
+    deleted = deleting(store, times)
     monkeypatch.setattr(KernelStore, "default", lambda: store)
     monkeypatch.setattr(build_module, "find_toolchain", kit.find)
     for get in (fetched, build_artifact):
@@ -845,3 +858,18 @@ def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched(keys, kit, loca
         with nullcontext() if times < 4 else pytest.raises(StoreError, match="4 times in a row"):
             assert get(SPEC).origin.startswith("fetched from")
         store.clean()
+
+
+@pytest.mark.parametrize("times", [1, 3, 4])
+def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched_where_nothing_compiles(
+    keys, local, server, publish, monkeypatch, deleting, times
+):
+    publish()
+    name_store(monkeypatch, server.url, keys[1])
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    store = local()
+    deleting(store, times)
+    with nullcontext() if times < 4 else pytest.raises(MissingKernelError, match="4 times in a row"):
+        artifact = build_artifact(SPEC, store=store)
+        assert artifact.origin.startswith("fetched from")
+        assert store.lookup(artifact.key).read_library() == artifact.read_library()
