@@ -101,8 +101,8 @@ def rmsnorm_gemm(
     Parameters
     ----------
     x : Tensor
-        (..., K), FP16, BF16 or on Hopper FP8; leading dimensions are folded into M. Messages call it ``a``, and w
-        ``b``.
+        (..., K), FP16 or BF16; with `rstd` also INT8, or FP8 on Hopper. Leading dimensions are folded into M. Messages
+        call it ``a``, and w ``b``.
     w : Tensor or PreparedWeight
         (K, N), the same dtype: ``weight.t()`` of a linear layer, or the result of :func:`prepare`.
     gamma : Tensor, optional
@@ -299,7 +299,7 @@ def gemm_residual_rms(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16, BF16 or on Hopper FP8.
+        (..., M, K), FP16, BF16, INT8 or on Hopper FP8.
     b : Tensor or PreparedWeight
         (K, N), as for :func:`cutlass_ops.gemm`, or the result of :func:`prepare`.
     residual : Tensor
@@ -451,16 +451,18 @@ def layernorm_gemm(
     Parameters
     ----------
     x : Tensor
-        (..., K), FP16 or BF16. Messages call it ``a``, and w ``b``.
+        (..., K), FP16 or BF16; with `mean` and `rstd` also INT8, or FP8 on Hopper. Its values are normalised as they
+        are: there are no scales. Messages call it ``a``, and w ``b``.
     w : Tensor or PreparedLayerNormWeight
-        (K, N), the same dtype, or the result of :func:`prepare_layernorm`. If w is a plain tensor, **every call** reads
-        it several times, for column sums, gamma and beta, and does not check gamma · w for overflow.
+        (K, N), the same dtype, or either FP8 type for x in FP8; or the result of :func:`prepare_layernorm`. If w is a
+        plain tensor, **every call** reads it several times, for column sums, gamma and beta, and does not check
+        gamma · w for overflow.
     gamma, beta : Tensor, optional
-        (K,).
+        (K,). Only for w in FP16 or BF16.
     eps : float, optional
         Added to the variance; required without `mean` and `rstd`.
     mean, rstd : Tensor, optional
-        Both or neither: mean and 1 / √(variance + eps) of each row of x, FP32, (...).
+        Both or neither: mean and 1 / √(variance + eps) of each row of x as it is, FP32, (...).
     epilogue : Epilogue, optional
         Applied to the normalised product. It cannot have a ``Product``.
     out, out_dtype, **inputs

@@ -97,7 +97,7 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     Parameters
     ----------
     w : Tensor
-        (K, N), FP16 or BF16, either major.
+        (K, N), FP16 or BF16, either major; without gamma and beta also FP8 or INT8.
     gamma, beta : Tensor, optional
         (K,), FP16, BF16 or FP32.
 

@@ -420,6 +420,36 @@ def test_an_epilogue_that_casts_a_further_output_to_fp8_stores_it_so():
     assert co.gemm(a, b, epilogue=copied, out=out).copy.dtype is BF16
 
 
+# ---- LayerNorm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (torch.int8, torch.int8)], ids=str)
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("ratio", [0, 20])
+def test_layernorm_of_values_in_8_bits_as_they_are(dtypes, prepared, ratio):
+    x, w = (
+        (4 * torch.randn(rows, K) + shift).to(t) for rows, shift, t in zip((M, N), (4 * ratio, 0), dtypes, strict=True)
+    )
+    rows = x.double()
+    mean, rstd = rows.mean(1), (rows.var(1, correction=0) + EPS).rsqrt()
+    weight = co.prepare_layernorm(w.t()) if prepared else w.t()
+    found = co.layernorm_gemm(x, weight, mean=mean.float(), rstd=rstd.float())
+    assert_rounded_once(found, F.layer_norm(rows, (K,), eps=EPS) @ w.double().t())
+
+
+# ---- INT8 ------------------------------------------------------------------------------------------------------------
+
+
+def test_norms_of_int8_with_a_statistic_that_is_given():
+    x, w = ((40 * torch.randn(rows, K)).to(torch.int8) for rows in (M, N))
+    rstd, residual = torch.rand(M), torch.randn(M, N).to(BF16)
+    product = (x.double() @ w.double().t()) * 0.01
+    found = co.rmsnorm_gemm(x, w.t(), rstd=rstd, scale_a=0.1, scale_b=0.1)
+    assert_rounded_once(found, product * rstd.double()[:, None])
+    found = co.gemm_residual_rms(x, w.t(), residual, eps=EPS, scale_a=0.1, scale_b=0.1)
+    assert_rounded_once(found[0], product + residual.double())
+
+
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -438,6 +468,7 @@ def requests(m):
     copy = {"eps": EPS, "scale_a": one, "scale_b": columns, "gamma": columns, "scale_out": one}
     return {
         "qkv": (co.rmsnorm_gemm, (x, w), {**normed, "scale_b": columns}),
+        "a layer norm": (co.layernorm_gemm, (x, w), {"mean": statistic.sum_square, "rstd": statistic.sum_square}),
         "o": (co.gemm_residual_rms, (x, w, wide), copy),
         "o, amax": (co.gemm_residual_rms, (x, w, wide), copy | {"amax": True}),
         "o, no copy": (co.gemm_residual_rms, (x, w, wide), {"eps": EPS, "scale_a": one, "scale_b": columns}),
@@ -596,6 +627,15 @@ REFUSED = {
     "a copy in another dtype": (
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, scale_out=1.0, quantized_dtype=BF16), TypeError,
         "^quantized_dtype is torch.bfloat16: use",
+    ),
+    "moments of FP8": (
+        lambda: co.layernorm_gemm(X, W, eps=EPS), TypeError, "^a is .*mean_of_a, mean_square_of_a .* of 16 bits only",
+    ),
+    "a layer norm's gamma and a weight in FP8": (
+        lambda: co.layernorm_gemm(X, W, ONES, mean=ONES[:M], rstd=ONES[:M]), TypeError, "^w is .*use one of torch.fl",
+    ),
+    "a layer norm's beta and a weight in FP8": (
+        lambda: co.prepare_layernorm(W, None, ONES), TypeError, "^w is .*use one of torch.float16",
     ),
     "gamma along K": (
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, gamma=ONES, scale_out=1.0), ValueError,
