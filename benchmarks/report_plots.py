@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import statistics
@@ -132,6 +133,9 @@ def draw(figure: Figure, path: Path) -> None:
         axes.grid(alpha=0.3)
         if figure.kind != "overview":
             canvas.legend(loc="outside right upper", fontsize="small")
+        canvas.savefig(io.BytesIO(), format="svg")  # lays the plot out
+        # The last bits of the layout differ between machines, and names in the SVG are hashes of them.
+        axes.set_position([round(part, 10) for part in axes.get_position().bounds])
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": figure.digest()})
 

@@ -240,3 +240,22 @@ def test_a_figure_with_other_points_has_another_digest(tmp_path):
     digests = {figure.digest() for ratio in (1.1, 1.2) for figure in plots.figures([result(tmp_path, [row(1, ratio)])])}
     # Two plots of ratios, and one roofline: our time is the same in both.
     assert len(digests) == 3
+
+
+def test_a_drawing_does_not_depend_on_the_last_bits_of_the_layout(tmp_path, monkeypatch):
+    """They differ between machines."""
+    engines = pytest.importorskip("matplotlib.layout_engine")
+    (figure, *_) = plots.figures([result(tmp_path, [row(1, 1.1), row(2, 1.2)])])
+    plots.draw(figure, tmp_path / "here.svg")
+    lays_out = engines.ConstrainedLayoutEngine.execute
+
+    def elsewhere(engine, canvas):
+        found = lays_out(engine, canvas)
+        for axes in canvas.axes:
+            if axes.get_in_layout():
+                axes._set_position([part + 1e-15 for part in axes.get_position(original=True).bounds])
+        return found
+
+    monkeypatch.setattr(engines.ConstrainedLayoutEngine, "execute", elsewhere)
+    plots.draw(figure, tmp_path / "elsewhere.svg")
+    assert (tmp_path / "here.svg").read_bytes() == (tmp_path / "elsewhere.svg").read_bytes()
