@@ -12,12 +12,12 @@ import contextlib
 import difflib
 import importlib
 import logging
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from cutlass_ops.base import checked_json, env, forks
 from cutlass_ops.base.errors import StoreError
@@ -41,6 +41,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "local": {"auto_mkdir": True},
 }
+_USER = re.compile(r"(?<=://)[^/?#]*@")
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -248,8 +249,7 @@ class RemoteFiles:
 
 def shown(url: str) -> str:
     """Return a URL without the user's name and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return _USER.sub("", url)
 
 
 def _require_library(protocol: str) -> None:

@@ -764,6 +764,20 @@ def test_names_and_passwords_are_not_shown(monkeypatch, keys, kit, local, server
     assert "secret" not in repr(remote()._files)
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3:///x", "s3:///x"),
+        ("memory:///x/y", "memory:///x/y"),
+        ("s3://me:secret@bucket/x@y?z#w", "s3://bucket/x@y?z#w"),
+        ("https://me@secret@host:80/x", "https://host:80/x"),
+        ("s3://[x/y", "s3://[x/y"),
+    ],
+)
+def test_a_url_is_shown_as_it_is_but_for_names_and_passwords(url, shown):
+    assert remote_files.shown(url) == shown
+
+
 def test_settings_are_read_anew(monkeypatch, keys, shared):
     name_store(monkeypatch, f"file://{shared}", keys[1])
     first = remote()
