@@ -238,7 +238,8 @@ def build_many(
         return [_stored(spec, None, store) for spec in specs]
     store = store or KernelStore.default()
     elsewhere, workers = _elsewhere(executor), _at_once(jobs, executor)
-    planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
+    with keys.one_situation():
+        planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
     found = {spec: job.lookup() for spec, job in planned.items()}
     missing = [job for spec, job in planned.items() if found[spec] is None]
     built = _build_all(missing, workers) if missing else {}

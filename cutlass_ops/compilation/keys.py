@@ -7,14 +7,19 @@ With a key from a file, a process only looks into the store.
 A file is named after the declaration. Its folder is named after the paths, sizes and times of all else that the key
 follows from: this package, its templates and the compilers. If a compiler is replaced by one with the same path, size
 and time, the store's kernel is the old compiler's, which computes the same.
+
+A look at all of these takes a millisecond. What looks for many kernels does it once (:func:`one_situation`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from cutlass_ops.artifacts import kept
@@ -29,6 +34,29 @@ _LENGTH = 64
 _KEY = re.compile(rb"[0-9a-f]{64}")
 
 
+class _Found(threading.local):
+    """The situation that a thread has found in :func:`one_situation`; empty if it has not looked yet."""
+
+    known: list[str | None] | None = None
+
+
+_FOUND = _Found()
+
+
+@contextlib.contextmanager
+def one_situation() -> Iterator[None]:
+    """Context in which this thread looks once at templates and compilers, for all keys that it asks for.
+
+    A call may look for dozens of kernels. What changes meanwhile is noticed by the next call.
+    """
+    before = _FOUND.known
+    _FOUND.known = [] if before is None else before
+    try:
+        yield
+    finally:
+        _FOUND.known = before
+
+
 def recalled(store: KernelStore, spec: Declaration) -> str | None:
     """Return the key of a declaration's kernel that a store has or had; None if it is not known."""
     return _read(place(store, spec))
@@ -40,7 +68,7 @@ def place(store: KernelStore | None, spec: Declaration) -> Path | None:
     Ask for it before the key is computed: a header or a compiler may change while a kernel is compiled.
     """
     try:
-        store, situation = store or KernelStore.default(), _situation()
+        store, situation = store or KernelStore.default(), _known_situation()
     except (OSError, StoreError):
         return None
     if situation is None:
@@ -63,6 +91,15 @@ def _read(path: Path | None) -> str | None:
     except (OSError, LoadError):
         return None
     return key.decode() if _KEY.fullmatch(key) else None
+
+
+def _known_situation() -> str | None:
+    known = _FOUND.known
+    if known is None:
+        return _situation()
+    if not known:
+        known.append(_situation())
+    return known[0]
 
 
 def _situation() -> str | None:

@@ -7,6 +7,7 @@ same bits. Such a stand-in serves until the best kernel has arrived from the bac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -153,8 +154,9 @@ def stand_in(decision: Decision) -> Supply | None:
     if not env.jit_enabled():
         found = _installed(decision)
         return None if found is None else Supply(found.spec, found.serves, decision.spec)
-    stored = (each for each in _others(decision) if _may_be_there(each, decision) and _is_there(each.spec))
-    found = _loaded(decision) or next(stored, None)
+    with _one_situation():
+        stored = (each for each in _others(decision) if _may_be_there(each, decision) and _is_there(each.spec))
+        found = _loaded(decision) or next(stored, None)
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
 
 
@@ -228,7 +230,14 @@ def _at_hand(decision: Decision) -> Supply | None:
     """
     registry = Registry.current()
     others = (each for each in _others(decision) if _may_be_there(each, decision))
-    return next((each for each in others if registry.at_hand(each.spec) is not None), None)
+    with _one_situation():
+        return next((each for each in others if registry.at_hand(each.spec) is not None), None)
+
+
+def _one_situation() -> contextlib.AbstractContextManager[None]:
+    from cutlass_ops.compilation import keys
+
+    return keys.one_situation()
 
 
 def _may_be_there(each: Supply, decision: Decision) -> bool:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -227,6 +228,22 @@ def test_a_key_is_not_recalled_where_something_it_follows_from_is_another(templa
     finally:
         monkeypatch.undo()
         kept.package.cache_clear()
+
+
+def test_several_keys_may_be_looked_for_with_one_look_at_the_templates(templates, toolkit, monkeypatch):
+    looks, stamps = [], kept.stamps
+    monkeypatch.setattr(kept, "stamps", lambda place: looks.append(place) or stamps(place))
+    built = builder.build_many([SPEC, OTHER])
+    assert looks == [templates]
+    with keys.one_situation():
+        assert [key_of(SPEC), key_of(OTHER)] == [each.key for each in built]
+        changed_template(templates, toolkit, monkeypatch)
+        with keys.one_situation():
+            assert key_of(SPEC) is not None
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(key_of, SPEC).result() is None
+    assert len(looks) == 3
+    assert key_of(SPEC) is None  # from now on
 
 
 @pytest.mark.parametrize("setting", ["", "CUTLASS_OPS_LINEINFO"])

@@ -11,10 +11,12 @@ from signatures import H100, signature
 
 import cutlass_ops as co
 from cutlass_ops.artifacts import loader
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import CompileError, LoadError, MissingKernelError
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation import keys
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.problem import Problem
@@ -202,6 +204,24 @@ def test_only_kernels_of_the_weight_are_looked_for_in_the_store(device, specs, m
     asked.clear()
     supply.supply(decision)
     assert asked == []
+
+
+@pytest.mark.parametrize("plan", [supply.supply, supply.stand_in])
+def test_a_call_looks_at_templates_and_compilers_once_for_all_its_candidates(device, specs, monkeypatch, plan):
+    looks, asked = [], []
+
+    def look(spec, quickly=False):
+        asked.append(keys.place(KernelStore.default(), spec))
+
+    monkeypatch.setattr(keys, "_situation", lambda: looks.append(None) or "situation")
+    monkeypatch.setattr(device, "at_hand", look)
+    monkeypatch.setattr(device, "found", look)
+    decision = best()
+    plan(decision)
+    assert len(set(asked)) == len(decision.specs) > 10
+    assert len(looks) == 2  # one for the best kernel, and one for all others
+    plan(decision)
+    assert len(looks) > 2  # what changed since the first call is noticed
 
 
 def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
