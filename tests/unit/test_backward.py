@@ -1,12 +1,15 @@
 """Autograd of ops on the CPU: in FP64 against differences, in BF16 against PyTorch, eager and compiled."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -205,6 +208,35 @@ def test_a_layer_has_pytorch_s_gradients(name, backend):
         assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
         # A scalar's is one number, in which larger ones cancel.
         assert (x - y).norm() <= (0.01 if like.ndim else 0.05) * y.norm()
+
+
+def gemms_of_a_compiled_backward(function, given):
+    """Return the number of ops in the backward of a compiled function."""
+    counts = []
+
+    def backward_of(graph, _):
+        counts.append(sum(node.target is torch.ops.cutlass_ops.fused_gemm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_of)
+    torch._dynamo.reset()
+    d = torch.compile(function, backend=backend, fullgraph=True)(*given)
+    torch.autograd.grad(d.sum(), [x for x in given if x.requires_grad])
+    return counts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "gemms"),
+    [
+        ("gelu", "x", 1), ("gelu", "w", 1), ("gelu", "bias", 0), ("gelu", "x w bias", 2),
+        ("swiglu", "x", 2), ("swiglu", "w", 1), ("swiglu", "up", 1), ("swiglu", "x w up", 4),
+    ],
+)  # fmt: skip
+def test_a_compiled_backward_computes_only_gradients_of_what_requires_them(name, wanted, gemms):
+    mine, _, shapes = LAYERS[name]
+    names = inspect.signature(mine).parameters
+    given = [torch.randn(s).to(BF16).requires_grad_(n in wanted.split()) for n, s in zip(names, shapes, strict=True)]
+    assert gemms_of_a_compiled_backward(mine, given) == gemms
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
