@@ -26,11 +26,11 @@ constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // in a configuration
 struct Op {
   std::string_view name;
   size_t arity;
-  // What it takes and gives, each way a word: FP32 values, truth values, indices of 32 bits, seeds of 64. An input that is an
-  // integer is a seed.
+  // The types of arguments and result, one word for each signature: FP32 values, booleans, 32-bit indices, 64-bit seeds. An
+  // integer input is a seed.
   std::string_view types;
 };
-// Leaves first: the accumulator, an input, constants, what is gathered from A's rows, and places.
+// Leaves first: the accumulator, an input, constants, statistics of A's rows, and positions.
 constexpr Op kOps[] = {
     // clang-format off
     {"acc", 0, "f"}, {"input", 0, "f"}, {"const", 0, "f"}, {"integer", 0, "i"}, {"seed", 0, "s"}, {"mean_of_a", 0, "f"},
@@ -65,7 +65,8 @@ struct Target {
 constexpr Target kTargets[] = {
     {"sm_80", 8, 0, false}, {"sm_86", 8, 6, false}, {"sm_89", 8, 9, false}, {"sm_90", 9, 0, false}, {"sm_90a", 9, 0, true}};
 
-// Names that no input or output has: keywords of Python, and what a call has itself (cutlass_ops/epilogue/names.py).
+// Names that inputs and outputs cannot have: Python's keywords and the names of a call's own arguments
+// (cutlass_ops/epilogue/names.py).
 constexpr std::string_view kReserved[] = {
     // clang-format off
     "a", "and", "as", "assert", "async", "await", "b", "break", "class", "continue", "def", "del", "elif", "else",
@@ -119,7 +120,7 @@ File file(Json& json, char const* what) {
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// A name of an input or output is a keyword argument in Python. In C++ it may have another one there.
+// The name of an input or output. It is a keyword argument in Python. The kernel's C++ may use another name.
 std::string identifier(Json& json, char const* what) {
   std::string const name = json.text(what, kMaxName);
   auto const fits = [](char c) { return is_letter(c) || is_digit(c) || c == '_'; };
@@ -131,8 +132,8 @@ std::string identifier(Json& json, char const* what) {
 constexpr char const* kD = "d";  // which alone may be whole numbers of 32 bits
 constexpr std::string_view kPromoted = ".promoted";  // A and B of FP8, whose sums are added up in FP32
 
-// An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. Indices and seeds have
-// one type, `whole`, which nothing else has. Of A and B, `blocks` may share scales, and sums may be added up in FP32.
+// An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. `whole` is the type
+// of indices and seeds, and of no other operand. In A and B, `blocks` may share scales, and sums may be promoted to FP32.
 std::string operand(Json& json, char const* what, bool is_matrix, std::string_view whole = "",
                     std::initializer_list<std::string_view> blocks = {}) {
   std::string const found = json.text(what);
@@ -203,7 +204,7 @@ enum class Arch { kGemv, kSm80, kSm90 };
 
 int64_t number(Json& json, char const* what) { return json.integer(what, -kMaxNumber, kMaxNumber); }
 
-// With a default, the field is left out where it has that.
+// If there is a default, the field is omitted when it has that value.
 void shape(Json& json, Fields& fields, char const* name, std::initializer_list<char const*> extents,
            std::vector<int64_t> const& usual = {}) {
   if (usual.empty()) fields.field(name);
@@ -220,7 +221,7 @@ struct Config {
   bool ordered = false;  // whether a launch may choose a raster order of its tiles
 };
 
-// A field is left out where it has its default.
+// A field is omitted when it has its default.
 Config config(Json& json) {
   Fields fields(json, "a configuration");
   bool const promoted = fields.has("accumulation");
@@ -332,7 +333,7 @@ std::string kind(Json& json) {
   return found;
 }
 
-// What an operation gives for arguments of some types, each a letter.
+// The type of an operation's result, for arguments of the given types. Each type is a letter.
 char given(Json& json, Op const& op, std::string const& taken) {
   for (std::string_view rest = op.types; !rest.empty();) {
     std::string_view const way = rest.substr(0, rest.find(' '));
@@ -415,7 +416,7 @@ Output output(Json& json, Graph const& graph) {
   return found;
 }
 
-// Whether nodes are unique, used, and in the order in which the outputs first need them.
+// Whether the nodes are unique and used, and in the order in which the outputs first need them.
 bool is_canonical(Graph const& graph) {
   std::set<std::string_view> texts;
   for (Node const& node : graph.nodes) {
@@ -499,7 +500,7 @@ Graph graph(Json& json) {
   return found;
 }
 
-// An epilogue as expressions, by which people and programs identify it.
+// An epilogue as expressions. People and programs identify it by this text.
 std::string expressions(Graph const& graph) {
   constexpr size_t kMost = 1000;  // characters; shared subexpressions could make it exponentially long
   std::vector<std::string> nodes;

@@ -1,5 +1,5 @@
-// A bundle's manifest, with the rules of cutlass_ops/artifacts/manifest.py and the names of the epilogue language and of
-// configurations. tests/cpp compares the tables with Python's, tests/faults the readers.
+// Reads a bundle's manifest by the rules of cutlass_ops/artifacts/manifest.py. It has the names of the epilogue language and
+// of configurations. tests/cpp compares these tables with Python's, and tests/faults compares the readers.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Run a bundle's kernels in a C++ program without Python: open a bundle, choose a kernel for a device and a problem, load
-// it, launch it. docs/deployment.md explains bundles. examples/cpp is a complete program.
+// Runs a bundle's kernels in a C++ program without Python. A program opens a bundle, chooses a kernel for a device and a
+// problem, loads it and launches it. docs/deployment.md explains bundles. examples/cpp is a complete program.
 //
 //     cutlass_ops::Bundle bundle("kernels.bundle");
 //     auto const& signature = bundle.signature("d = relu(add(acc, bias))", {"bf16.row", "bf16.col", "bf16.row"});
@@ -54,7 +54,7 @@ struct Capability {
   int minor = 0;
 };
 
-// The order in which a kernel computes its tiles. It affects only the speed. The numbers are launch arguments.
+// The order in which a kernel computes its tiles. It affects only the speed. Both numbers are launch arguments.
 struct Order {
   int raster = 0;
   int swizzle = 1;
@@ -82,7 +82,7 @@ struct Choice {
   Order order;
 };
 
-// Which kernel to use up to which M, for one weight. It was decided when the bundle was built.
+// The kernels for one weight, by M. They were chosen when the bundle was built.
 struct Weight {
   struct Rows {
     int64_t most;
@@ -91,19 +91,22 @@ struct Weight {
   Capability capability;
   int64_t n = 0;
   int64_t k = 0;
-  std::vector<Rows> rows;  // in increasing order; use the last for every larger M
+  std::vector<Rows> rows;  // in increasing order of `most`; the last one is for every larger M too
 };
 
 // An epilogue with the types of its operands, and its kernels. Each kernel works for any M, N and K.
 struct Signature {
   // The epilogue as expressions, such as "d = relu(add(acc, bias))"; outputs are separated by "; ".
   std::string epilogue;
-  // How the GEMMs of one launch belong together: "dense", one GEMM; "batched", for which A, B and D have one or two leading
-  // dimensions of batches; "grouped", for which groups of A's rows each have a matrix of B (E, K, N); or "ragged_k", for which
-  // groups of A's columns and B's rows each have a matrix of D (E, M, N). The 32-bit integers `offsets` (E) say where groups
-  // end. With A (E, M, K) and D (E, M, N), the form "grouped" takes how many rows each group has in their place.
+  // Which GEMMs one launch computes:
+  //   "dense": one GEMM.
+  //   "batched": A, B and D have one or two leading batch dimensions.
+  //   "grouped": each group of A's rows has its own matrix of B (E, K, N).
+  //   "ragged_k": each group of A's columns and B's rows gives its own matrix of D (E, M, N).
+  // `offsets` (E), 32-bit integers, are the ends of the groups. If A is (E, M, K) and D is (E, M, N), the form "grouped"
+  // takes the number of rows of each group instead.
   std::string form = "dense";
-  // In launch order: a, b, out, then offsets if there are groups, the epilogue's inputs, and its further outputs.
+  // In the order of a launch: a, b, out, then offsets if there are groups, the epilogue's inputs, and its further outputs.
   std::vector<Operand> operands;
   std::vector<KernelInfo> kernels;
   std::vector<Weight> weights;
@@ -136,7 +139,7 @@ struct Tensor {
   static Tensor vector(void* data, DLDataType dtype, int64_t length, int device = 0);
 };
 
-// A number is what a scalar input takes, and a whole one what an integer input takes.
+// An argument of a launch: a tensor, a number for a scalar input, or an integer for an integer input.
 using Argument = std::variant<Tensor, double, int64_t>;
 
 // Device memory that a launch may overwrite while it runs.
@@ -152,8 +155,8 @@ class Kernel {
   int64_t workspace_size(int64_t m, int64_t n, int64_t k, Order order = {}) const;
 
   // Launches on a stream (a cudaStream_t) of the operands' device. M, N and K follow from the shapes. A launch does not wait
-  // and allocates no device memory, with one exception: kernels whose idle warps take means of A's rows (docs/rmsnorm.md) do
-  // both when they need more memory than before.
+  // and allocates no device memory. Exceptions are kernels with device memory of their own, such as those whose idle warps
+  // compute the means of A's rows (docs/rmsnorm.md). They do both when they need more memory than before.
   void launch(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const;
 
  private:
@@ -172,26 +175,28 @@ class Kernel {
 
 class Bundle {
  public:
-  // Opens an archive, or a folder (`cutlass-ops bundle --folder`), and checks all but the contents of its kernels, like
-  // Python's load_bundle.
+  // Opens an archive, or a folder (`cutlass-ops bundle --folder`), and checks everything except the contents of its
+  // kernels, like Python's load_bundle.
   //
-  // `manifest_sha256` ties the program to one bundle: no other is opened. `cutlass-ops bundle --json` prints it.
-  // `public_keys` are PEM files of Ed25519 keys. If there are any, one of them must have signed the manifest. The signature is
-  // checked before the manifest is read. A program that was built without OpenSSL then opens nothing.
-  // `minimum_version` is the minimum version in the manifest. It prevents replacing a signed bundle with an older signed one.
+  // `manifest_sha256`: only the bundle with this digest is opened. `cutlass-ops bundle --json` prints it.
+  // `public_keys`: PEM files of Ed25519 keys. If there are any, one of them must have signed the manifest. The signature is
+  // checked before the manifest is read. A program that was built without OpenSSL then opens no bundle.
+  // `minimum_version`: the minimum version in the manifest, so that nobody can pass an older signed bundle for a newer one.
+  //
   // No environment variable is read. Without these arguments, a bundle is only as trustworthy as its source.
   explicit Bundle(std::string const& path, std::string const& manifest_sha256 = "",
                   std::vector<std::string> const& public_keys = {}, int64_t minimum_version = 0);
 
   std::vector<Signature> const& signatures() const;
 
-  // The signature of an epilogue whose operand types begin with these.
+  // The first signature with this epilogue and form whose operands' types begin with `types`. Throws LoadError if there is
+  // none.
   Signature const& signature(std::string const& epilogue, std::vector<std::string> const& types = {},
                              std::string const& form = "dense") const;
 
-  // Loads the kernel whose key begins with this. Its SHA-256 is checked before it is mapped, and exactly the checked bytes
-  // run. A kernel with its own library search paths is rejected. The process must have the CUDA runtime that the kernel was
-  // linked with, or find it on the library path.
+  // Loads the kernel whose key begins with `key`. Its SHA-256 is checked before it is mapped, and exactly the checked bytes
+  // run. A kernel with its own library search paths is rejected. The CUDA runtime that the kernel was linked with must be
+  // loaded already, or be on the library path.
   Kernel load(std::string const& key) const;
 
  private:
