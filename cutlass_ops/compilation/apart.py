@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,10 @@ _log = logging.getLogger("cutlass_ops")
 _NICE = 10
 # Variables on which it depends what is built, and where: a process serves one setting of these.
 _SETTINGS = ("CUTLASS_OPS_", "CUDA_", "NVCC_", "XDG_CACHE_HOME", "HOME", "PATH", "TMPDIR", "AWS_", "FSSPEC_")
+
+# Seconds. A weight's kernels are looked for together. For all that come so soon, templates and compilers are examined
+# once: that takes most of a look.
+_BURST = 0.1
 
 # What else prints is no answer. The folder where it is started is none to import from. It is known as the command line,
 # which imports no PyTorch.
@@ -62,6 +67,7 @@ class Apart(Part):
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
+        self._situation, self._looked = list[str | None](), 0.0
         self._processes: dict[frozenset[tuple[str, str]], _Builder] = {}
         self._lost = False
 
@@ -76,8 +82,7 @@ class Apart(Part):
         """
         from cutlass_ops.compilation import lookup
 
-        with self._looking:  # one thread at a time: a call would wait for the interpreter's lock behind each
-            known = lookup.recalled(spec)
+        known = self._recalled(spec)
         if known is not None:
             return lambda: known
 
@@ -102,6 +107,16 @@ class Apart(Part):
             return lambda: built
         # Whatever was removed meanwhile is built again.
         return lambda: lookup.with_key(spec, key) or build()
+
+    def _recalled(self, spec: KernelSpec) -> Artifact | None:
+        """Return the kernel if the store has it and its key is known."""
+        from cutlass_ops.compilation import keys, lookup
+
+        with self._looking:  # one thread at a time: a call would wait for the interpreter's lock behind each
+            if time.monotonic() - self._looked > _BURST:
+                self._situation, self._looked = [], time.monotonic()
+            with keys.one_situation(self._situation):
+                return lookup.recalled(spec)
 
     def close(self) -> None:
         """Have the process end, and its compilers with it."""

@@ -44,13 +44,18 @@ _FOUND = _Found()
 
 
 @contextlib.contextmanager
-def one_situation() -> Iterator[None]:
+def one_situation(known: list[str | None] | None = None) -> Iterator[None]:
     """Context in which this thread looks once at templates and compilers, for all keys that it asks for.
 
     A call may look for dozens of kernels. What changes meanwhile is noticed by the next call.
+
+    Parameters
+    ----------
+    known : list, optional
+        What such a context has found, to be used again: an empty list for the first one.
     """
     before = _FOUND.known
-    _FOUND.known = [] if before is None else before
+    _FOUND.known = known if known is not None else [] if before is None else before
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base.errors import CompileError, MissingKernelError
 from cutlass_ops.base.session import Session
-from cutlass_ops.compilation import apart
+from cutlass_ops.compilation import apart, keys
 from cutlass_ops.compilation.apart import Apart
 
 
@@ -70,6 +70,20 @@ def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch)
     assert found[2].key == first.key
     assert toolkit.compilations == 3
     assert len(pids(process)) == 1
+
+
+def test_kernels_of_a_burst_are_looked_for_with_one_look_at_templates_and_compilers(toolkit, process, monkeypatch):
+    for stages in (2, 3):
+        build(process, sm80_spec(stages))
+    looks, situation, now = [], keys._situation, time.monotonic() + 3600
+    monkeypatch.setattr(keys, "_situation", lambda: looks.append(now) or situation())
+    monkeypatch.setattr(apart.time, "monotonic", lambda: now)
+    for stages in (2, 3, 2):
+        build(process, sm80_spec(stages))
+    assert len(looks) == 1
+    now += 2 * apart._BURST
+    build(process, sm80_spec(3))
+    assert len(looks) == 2
 
 
 def test_what_the_store_is_known_to_have_needs_no_process(toolkit, process):
