@@ -20,6 +20,8 @@ _POSITIVE = r"0*[1-9][0-9]{0,14}"
 _URL = r"[a-z][a-z0-9+.-]*://[!\"$->@-~]+"
 # Schemes of URLs that mean nothing without a bucket or a server.
 _HOSTED = ("s3", "s3a", "gs", "gcs", "http", "https")
+# A user's name and password in a URL.
+_USER = r"(?<=://)[^/?#]*@"
 _DAY = 86_400.0  # seconds
 
 
@@ -280,6 +282,11 @@ class RemoteStore(NamedTuple):
     wait: float
 
 
+def without_user(url: str) -> str:
+    """Return a URL for messages, without the user's name and password."""
+    return re.sub(_USER, "", url)
+
+
 def remote_store() -> RemoteStore | None:
     """Return the settings of the remote store, or None while there is none.
 
@@ -295,18 +302,18 @@ def remote_store() -> RemoteStore | None:
     if not re.fullmatch(_URL, url) or "::" in url:
         raise ValueError(
             f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, its scheme in lower case, "
-            f"in ASCII without spaces, ?, # and ::, not {reprlib.repr(url)}"
+            f"in ASCII without spaces, ?, # and ::, not {reprlib.repr(without_user(url))}"
         )
     scheme, _, path = url.partition("://")
     if scheme in ("file", "local") and not path.startswith("/"):
         raise ValueError(
             f"{REMOTE_STORE.name} must name an absolute folder, such as {scheme}:///mnt/kernels, not "
-            f"{reprlib.repr(url)}"
+            f"{reprlib.repr(without_user(url))}"
         )
     if scheme in _HOSTED and path.startswith(("/", ":")):
         raise ValueError(
             f"{REMOTE_STORE.name} must name a bucket or a server behind {scheme}://, such as {scheme}://name/kernels, "
-            f"not {reprlib.repr(url)}"
+            f"not {reprlib.repr(without_user(url))}"
         )
     text = REMOTE_STORE_KEY.text
     if text is None:

@@ -12,7 +12,6 @@ import contextlib
 import difflib
 import importlib
 import logging
-import re
 import threading
 import time
 import uuid
@@ -41,7 +40,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "local": {"auto_mkdir": True},
 }
-_USER = re.compile(r"(?<=://)[^/?#]*@")
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -98,7 +96,7 @@ class RemoteFiles:
     @property
     def where(self) -> str:
         """The URL for messages, without the user's name and password."""
-        return shown(self._url)
+        return env.without_user(self._url)
 
     @property
     def down(self) -> bool:
@@ -245,11 +243,6 @@ class RemoteFiles:
                     why = f"fsspec does not open {self._protocol}:// by a URL alone ({_said(exc)})"
                     raise _NotOpened(f"{why}: {_INSTEAD}") from exc
             return self._opened
-
-
-def shown(url: str) -> str:
-    """Return a URL without the user's name and password."""
-    return _USER.sub("", url)
 
 
 def _require_library(protocol: str) -> None:

@@ -775,7 +775,15 @@ def test_names_and_passwords_are_not_shown(monkeypatch, keys, kit, local, server
     ],
 )
 def test_a_url_is_shown_as_it_is_but_for_names_and_passwords(url, shown):
-    assert remote_files.shown(url) == shown
+    assert env.without_user(url) == shown
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/x?y", "http://me:secret@host/a::b"])
+def test_a_wrong_url_is_shown_without_the_password(keys, monkeypatch, url):
+    name_store(monkeypatch, url, keys[1])
+    with pytest.raises(ValueError, match=r"must be the URL .*host/") as error:
+        env.remote_store()
+    assert "secret" not in str(error.value)
 
 
 def test_settings_are_read_anew(monkeypatch, keys, shared):
