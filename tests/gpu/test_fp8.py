@@ -153,6 +153,11 @@ PROMOTED = {
     "two, a step at a time": ((256, 96), {"schedule": "cooperative"}),
     "pingpong, three instructions": ((192, 40), {}),
     "swapped": ((128, 176), {"schedule": "cooperative", "swap_ab": True}),
+    "one piece, of two steps": ((128, 64), {"schedule": "cooperative"}),
+    "the widest of two steps": ((64, 104), {"schedule": "warp_specialized", "swap_ab": True}),
+    "the narrowest of two steps": ((64, 8), {"swap_ab": True}),
+    "two steps, two blocks on a multiprocessor": ((64, 48), {"schedule": "warp_specialized", "resident": 2}),
+    "one piece, a step at a time": ((128, 112), {"schedule": "cooperative"}),
     "in turn, two pieces of columns": ((128, 256), {"schedule": "cooperative"}),
     "in turn, two instructions": ((256, 128), {"schedule": "cooperative"}),
     "in turn, three instructions": ((192, 144), {"schedule": "cooperative"}),
@@ -160,19 +165,38 @@ PROMOTED = {
 }
 
 
-@pytest.mark.parametrize(("tile", "config"), PROMOTED.values(), ids=PROMOTED)
-def test_promoted_sums_are_right_in_every_tile(tile, config):
+def promoted(tile, config):
     made = co.Sm90Config(co.ThreadblockShape(*tile, 128), accumulation="promoted", **config)
-    run = co.build(
+    return co.build(
         co.KernelSpec(a="e4m3.row.promoted", b="e4m3.col.promoted", d="f32.row", epilogue=builtin.identity, config=made)
     )
-    # One step along K, an even and an odd number of steps, the last one not whole.
-    for m, n, k in ((77, 264, 128), (300, 1000, 256), (333, 520, 1040), (1030, 776, 7168)):
+
+
+@pytest.mark.parametrize(("tile", "config"), PROMOTED.values(), ids=PROMOTED)
+def test_promoted_sums_are_right_in_every_tile(tile, config):
+    run = promoted(tile, config)
+    # One to three steps along K, and so many beyond a multiple of four; the last one not whole.
+    for m, n, k in (
+        (77, 264, 128),
+        (300, 1000, 256),
+        (91, 136, 384),
+        (333, 520, 1040),
+        (64, 776, 880),
+        (1030, 776, 7168),
+    ):
         # Positive ones lose bits where the Tensor Cores add them up.
         x, w = (torch.rand(rows, k, device="cuda").to(E4M3) for rows in (m, n))
         found = run(x, w.t())
         assert_close(found, x.double() @ w.double().t())
         assert torch.equal(run(x, w.t()), found)
+
+
+def test_promoted_sums_have_the_same_bits_in_every_tile():
+    runs = [promoted(tile, config) for tile, config in PROMOTED.values()]
+    for k in (16, 256, 384, 1040, 1152, 7168):
+        x, w = (torch.randn(rows, k, device="cuda").to(E4M3) for rows in (131, 264))
+        first, *others = [run(x, w.t()) for run in runs]
+        assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])

@@ -116,7 +116,7 @@ KERNELS = {
 @pytest.mark.parametrize(("tile", "cluster", "config"), KERNELS.values(), ids=KERNELS)
 def test_every_schedule_is_right(of_b, tile, cluster, config):
     run = kernel(of_b, tile, cluster, **config)
-    for m, n, k in ((77, 264, 1040), (333, 1000, 7168), (1, 128, 128), (1030, 776, 2048)):
+    for m, n, k in ((77, 264, 1040), (333, 1000, 7168), (1, 128, 128), (64, 136, 880), (1030, 776, 2048)):
         x, w, scale_a, scale_b, wanted = draw(m, n, k, of_b)
         found = run(x, w, scale_a, scale_b)
         assert_close(found, wanted)

@@ -480,7 +480,7 @@ class Mainloop {
   // A piece is what a warpgroup multiplies of a step at once: one of its instructions below each other, or some columns of the
   // only one. While a piece is added up, the next one is multiplied, also that of the next step. For the latter, ptxas takes
   // registers for one piece more than a step has. Where these do not suffice, columns are not split, and each step ends before
-  // the next begins. Columns are split from 128 on.
+  // the next begins. Columns are split from 128 on. Narrower tiles have one piece, and registers for those of two steps.
   //
   // Of the largest tiles, a step's products and the sums do not fit together. Their pieces take turns in the registers of one:
   // each is added up before the next is multiplied, and the other warpgroup multiplies meanwhile. Instructions as wide read A
@@ -496,7 +496,9 @@ class Mainloop {
                                 : has_registers(3)                      ? 3
                                                                         : 1;
   static constexpr int kPieces = kRowsAtOnce * kSplit, kPieceColumns = columns_of(kSplit);
-  static constexpr int kStepsAtOnce = kPieces > 1 && !kInTurn && has_registers(kSplit) ? 2 : 1;
+  static constexpr bool kTwoSteps = kPieces == 1 && kRowsAtOnce == 1 && kColumnsAtOnce <= (kScaled ? 96 : 104);
+  static constexpr int kStepsAtOnce = kTwoSteps ? 4 : kPieces > 1 && !kInTurn && has_registers(kSplit) ? 2 : 1;
+  static constexpr int kPlaces = kInTurn ? 1 : kTwoSteps ? 2 : kPieces;  // of products in registers
   template <int kIndex>
   struct Piece {
     static constexpr int kRow = kIndex / kSplit, kFirst = kIndex % kSplit * kPieceColumns;
@@ -545,13 +547,13 @@ class Mainloop {
         return NoScales{};
       }
     }();
-    float products[kInTurn ? 1 : kPieces][kPieceColumns / 2];
-    auto const place = [&](int index) -> float* { return products[kInTurn ? 0 : index]; };
-    auto const start = [&](auto index) { multiply(Piece<index>{}, place(index), state.index()); };
+    float products[kPlaces][kPieceColumns / 2];
+    auto const place = [&](int index, int step) -> float* { return products[kInTurn ? 0 : kTwoSteps ? step % 2 : index]; };
+    auto const start = [&](auto index, int step = 0) { multiply(Piece<index>{}, place(index, step), state.index()); };
     auto const arrived = [&] { pipeline.consumer_wait(state, pipeline.consumer_try_wait(state)); };
-    auto const add = [&](auto index, auto const& release) {
+    auto const add = [&](auto index, auto const& release, int step = 0) {
       using Of = Piece<decltype(index)::value>;
-      float* const mine = place(index);
+      float* const mine = place(index, step);
       fence<Of::kSums>(mine);
       if constexpr (kScaled) {
         scaled.template add<Of>(sums, mine, release);
@@ -582,12 +584,12 @@ class Mainloop {
         ++state;
         if constexpr (kMore) {
           arrived();
-          start(first);
+          start(first, step + 1);
           cute::warpgroup_wait<1>();
         } else {
           cute::warpgroup_wait<0>();
         }
-        add(last, release);
+        add(last, release, step);
       });
     };
     // A step whose pieces take turns.
@@ -612,7 +614,12 @@ class Mainloop {
     }
     CUTLASS_PRAGMA_NO_UNROLL
     for (; steps >= kStepsAtOnce; steps -= kStepsAtOnce) add_up(cute::Int<kStepsAtOnce>{});
-    if (kStepsAtOnce > 1 && steps > 0) add_up(cute::Int<1>{});
+    if constexpr (kStepsAtOnce > 2) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; steps > 0; --steps) add_up(cute::Int<1>{});
+    } else if (kStepsAtOnce > 1 && steps > 0) {
+      add_up(cute::Int<1>{});
+    }
   }
 
   // One matrix's descriptors.
