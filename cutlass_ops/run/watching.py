@@ -68,13 +68,23 @@ def is_special(value: Any) -> bool:
     """Whether an argument is something other than the values in its memory."""
     if not isinstance(value, Tensor):
         return overrides(value)
-    differentiated = value.requires_grad and torch.is_grad_enabled()
+    differentiated = value.requires_grad and is_recording()
     return differentiated or overrides(value) or needs_operator(value) or value.device.type == "meta"
+
+
+def is_recording() -> bool:
+    """Whether autograd records calls. In inference mode it does not, even where gradients are enabled inside it.
+
+    PyTorch's compiler cannot ask for that mode. It needs no answer: what it compiles is an operator in any case.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled()
 
 
 def is_differentiated(*values: Any) -> bool:
     """Whether autograd records a call with these arguments."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+    return is_recording() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 def _is_meta(value: Any) -> bool:

@@ -373,6 +373,25 @@ def test_surroundings_of_training():
         assert forward(x.detach()).is_inference()
 
 
+def test_gradients_enabled_inside_inference_mode():
+    """PyTorch records nothing there, so a call is as any other without gradients: with `out`, prepared, compiled."""
+    x, w, bias = torch.randn(4, 32).to(BF16), torch.randn(16, 32).to(BF16), torch.randn(16).to(BF16)
+    p, b = torch.nn.Parameter(w), torch.nn.Parameter(bias)
+    want = co.gemm_bias_relu(x, w.t(), bias)
+    with torch.inference_mode(), torch.enable_grad():
+        d = co.gemm_bias_relu(x, p.t(), b)
+        assert torch.equal(d, want)
+        assert d.is_inference()
+        assert not d.requires_grad
+        out = torch.empty_like(want)
+        assert torch.equal(co.gemm_bias_relu(x, p.t(), b, out=out), want)
+        assert torch.equal(co.prepare_launch(co.gemm_bias_relu, x, p.t(), b)(), want)
+        compiled = torch.compile(lambda x: co.gemm_bias_relu(x, p.t(), b), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), want)
+        assert torch.equal(co.quantize(p, "e4m3").d.float(), co.quantize(w, "e4m3").d.float())
+    assert compiled(x).requires_grad
+
+
 @pytest.mark.parametrize("extents", [(0, 8, 16), (7, 0, 16), (7, 8, 0), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("batch", [False, True])
 def test_extents_of_0_and_1(extents, batch):
