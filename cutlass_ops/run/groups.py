@@ -24,7 +24,7 @@ from cutlass_ops.run import batches
 from cutlass_ops.run.inputs import VECTORS, check_blocks, check_inputs, own_shapes
 from cutlass_ops.run.matrices import aligning, as_major, has_lines_along, matrix
 from cutlass_ops.run.operands import Arguments, multiplied, require_scalings, require_sums
-from cutlass_ops.run.sizes import repeats, surely
+from cutlass_ops.run.sizes import agree, repeats, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
@@ -147,13 +147,13 @@ def _check_operands(x: Any, w: Any, ends: Any, form: Form, math: mma.Math | None
     if found is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     multiplied("x", x, math)
-    if x.shape[-1] != w.shape[1] or (form == MASKED and x.shape[0] != w.shape[0]):
+    if not agree(x.shape[-1:], w.shape[1:2]) or (form == MASKED and not agree(x.shape[:1], w.shape[:1])):
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[-1] == w.shape[2] else ""
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be {shape_of_x} and (E, K, N){hint}")
     if surely(w.shape[0] == 0) or surely(w.shape[1] == 0):
         raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
     _check_ends(of_form, ends)
-    if ends.shape[0] != w.shape[0]:
+    if not agree(ends.shape, w.shape[:1]):  # torch.bincount leaves open how many there are
         says = "where the rows of each end, as torch.cumsum(rows_of_each, 0) does"
         name_of_first = f"{of_form}[1:]" if form == GROUPED and ends.shape[0] == w.shape[0] + 1 else ""
         raise ValueError(

@@ -14,7 +14,7 @@ from cutlass_ops.base.dtypes import READ, f64
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
 from cutlass_ops.run import batches, scalars, watching
-from cutlass_ops.run.sizes import copied, repeats, same, surely
+from cutlass_ops.run.sizes import agree, copied, repeats, same, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
 
 # Inputs that may come in other shapes than a kernel takes.
@@ -211,7 +211,7 @@ def _check_input_tensor(
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
     flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
     value = _spread(declared.kind, value, shapes[declared.kind], flat)
-    if tuple(value.shape) not in (shapes[declared.kind], flat):
+    if not same(value.shape, flat) and not agree(value.shape, shapes[declared.kind]):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
             f"{shapes[declared.kind]} for a result of shape {(*batch, n)}"

@@ -23,7 +23,7 @@ from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.run import batches
 from cutlass_ops.run.inputs import VECTORS, check_inputs, own_shapes
 from cutlass_ops.run.matrices import MAJORS, aligning, as_major
-from cutlass_ops.run.sizes import repeats, same, surely
+from cutlass_ops.run.sizes import agree, repeats, same, surely
 from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_device, require_tensor
 
 
@@ -220,7 +220,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
     require_scalings(graph, found, a, b)
     if b.ndim > 2:
         return _check_batched(graph, a, b, inputs)._replace(math=math)
-    if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
+    if a.ndim < 1 or b.ndim != 2 or not agree(a.shape[-1:], b.shape[:1]):
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
         raise ValueError(
             f"a {tuple(a.shape)} and b {tuple(b.shape)}: a must be (..., M, K) and b (K, N) with the same K"
@@ -261,7 +261,7 @@ def require_scalings(graph: Graph, found: mma.MmaSpec, a: Tensor, b: Tensor, nam
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:
     """Check the operands of a GEMM for each batch, whose dimensions broadcast as those of torch.matmul do."""
-    if a.ndim < 2 or a.shape[-1] != b.shape[-2]:
+    if a.ndim < 2 or not agree(a.shape[-1:], b.shape[-2:-1]):
         transposed = a.ndim >= 2 and a.shape[-1] == b.shape[-1]
         raise ValueError(
             f"a {tuple(a.shape)} and b {tuple(b.shape)}: a must be (..., M, K) and b (..., K, N) with the same K"

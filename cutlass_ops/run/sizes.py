@@ -29,6 +29,16 @@ def same(shape: Sequence[int], other: Sequence[int]) -> bool:
     return True
 
 
+def agree(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes are the same, or may be: a traced program then checks that they are, each time it runs."""
+    if len(shape) != len(other) or any(surely(x != y) for x, y in zip(shape, other, strict=True)):
+        return False
+    for x, y in zip(shape, other, strict=True):
+        if (x == y) is not True:
+            torch._check(x == y)  # type: ignore[no-untyped-call]
+    return True
+
+
 def lies_as(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same shape and strides."""
     return x.shape == y.shape and x.stride() == y.stride()

@@ -100,3 +100,52 @@ def test_gradients_of_any_number_of_rows(name):
     finally:
         for leaf in leaves[:10]:
             leaf.requires_grad_(False)
+
+
+# Each takes two selections. PyTorch does not know that they have the same number of elements.
+OF_TWO = {
+    "K": lambda i, j: co.gemm(X.t()[:, i].contiguous(), ADDED[j]),
+    "K of batches": lambda i, j: co.gemm(
+        X.t()[:, i].expand(2, -1, -1).contiguous(), ADDED[j].expand(2, -1, -1).contiguous()
+    ),
+    "a column": lambda i, j: co.gemm(X[i], W, epilogue=scaled, scale=COL[j], bias=BIAS, residual=ADDED[i])[0],
+    "a tile": lambda i, j: co.gemm_residual(X[i], W, ADDED[j]),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+@torch.no_grad()
+def test_extents_that_must_be_the_same(name):
+    """A program compares them when it runs, as for PyTorch's own operators."""
+    call = OF_TWO[name]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        function = torch.compile(
+            lambda a, b: call(a.nonzero().squeeze(1), b.nonzero().squeeze(1)), backend="aot_eager", fullgraph=True
+        )
+        for mask in chosen()[:2]:
+            wanted = call(mask.nonzero().squeeze(1), mask.flip(0).nonzero().squeeze(1))
+            torch.testing.assert_close(function(mask, mask.flip(0)), wanted)
+        with pytest.raises(RuntimeError, match="Eq"):
+            function(mask, ~mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_rows_of_experts_by_bincount(masked):
+    """As documented: its result has at least as many elements as `minlength` says, so the compiler knows no number."""
+
+    def call(expert):
+        counts = torch.bincount(expert, minlength=EXPERTS)
+        if masked:
+            used = torch.arange(T) < counts[:EXPERTS, None]
+            return torch.where(used[..., None], co.grouped_gemm_masked(XE, EXPERT_W, counts.int()), 0)
+        return co.grouped_gemm(X, EXPERT_W, counts.cumsum(0, dtype=torch.int32))
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        function = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for expert in ([0, 0, 1, 1, 2, 2, 2, 2], [0] * T, [2] * T):
+            assert torch.equal(function(torch.tensor(expert)), call(torch.tensor(expert)))
+        with pytest.raises((RuntimeError, ValueError)):
+            function(torch.full((T,), EXPERTS))
