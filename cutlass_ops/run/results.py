@@ -126,6 +126,12 @@ class Outputs(tuple[Any, ...]):
         """Return the outputs by name."""
         return dict(zip(self._fields, self, strict=True))
 
+    def _replace(self, **others: Any) -> Outputs:
+        """Return these outputs with others in place of some, as a named tuple does."""
+        if unknown := sorted(set(others) - set(self._fields)):
+            raise ValueError(f"there is no output {unknown[0]!r}: the outputs are {', '.join(self._fields)}")
+        return Outputs(self._fields, tuple((self._asdict() | others).values()))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Outputs, (self._fields, tuple(self))
 

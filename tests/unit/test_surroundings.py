@@ -569,6 +569,21 @@ def test_results_go_through_pickle_and_copies():
     assert set(found._asdict()) < set(dir(found))
 
 
+def test_results_with_some_replaced():
+    def call(x):
+        found = co.gemm(x, W, epilogue=several, bias=BIAS, scale=0.5)
+        return found._replace(square=found.square.sqrt())
+
+    found = co.gemm(X, W, epilogue=several, bias=BIAS, scale=0.5)
+    for again in (call(X), torch.compile(call, backend="aot_eager", fullgraph=True)(X)):
+        assert type(again) is Outputs
+        assert again._fields == ("d", "pre", "square")
+        assert torch.equal(again.pre, found.pre)
+        assert torch.equal(again.square, found.square.sqrt())
+    with pytest.raises(ValueError, match="no output 'other': the outputs are d, pre, square"):
+        found._replace(other=found.d)
+
+
 def test_a_loaded_kernel_is_not_copied():
     from cutlass_ops.artifacts.loader import LoadedKernel
 
