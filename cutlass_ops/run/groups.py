@@ -185,7 +185,7 @@ def check_arguments_of_k(graph: Graph, a: Any, b: Any, offsets: Any, inputs: Map
     """
     for name, value in (("x", a), ("gradient", b), ("offsets", offsets)):
         require_tensor(name, value)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+    if a.ndim != 2 or b.ndim != 2 or not agree(a.shape[1:], b.shape[:1]):
         raise ValueError(
             f"x {tuple(a.mT.shape if a.ndim == 2 else a.shape)} and gradient {tuple(b.shape)}: they must be (T, K) and "
             "(T, N)"

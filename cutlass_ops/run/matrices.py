@@ -11,6 +11,7 @@ from torch import Tensor
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType
 from cutlass_ops.declare.spec import Major, Operand
+from cutlass_ops.run.sizes import surely
 from cutlass_ops.run.tensors import how_to_copy
 
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -89,7 +90,8 @@ def has_lines_along(tensor: Tensor, inner: int) -> bool:
     """
     along, across = inner - 2, -1 - inner
     length, runs = tensor.shape[along], tensor.shape[across]
-    return (length <= 1 or tensor.stride(along) == 1) and (runs <= 1 or tensor.stride(across) >= length)
+    lines = surely(tensor.stride(along) == 1) or surely(length <= 1)
+    return lines and (surely(tensor.stride(across) >= length) or surely(runs <= 1))
 
 
 def as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:

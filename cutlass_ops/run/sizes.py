@@ -34,7 +34,7 @@ def agree(shape: Sequence[int], other: Sequence[int]) -> bool:
     if len(shape) != len(other) or any(surely(x != y) for x, y in zip(shape, other, strict=True)):
         return False
     for x, y in zip(shape, other, strict=True):
-        if (x == y) is not True:
+        if not surely(x == y):
             torch._check(x == y)  # type: ignore[no-untyped-call]
     return True
 

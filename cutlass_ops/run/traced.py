@@ -18,7 +18,7 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.run import casting, flops, portable, scalars, watching
+from cutlass_ops.run import casting, flops, portable, scalars, sizes, watching
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
 from cutlass_ops.run.tensors import require_tensor
@@ -165,7 +165,7 @@ class Traced:
             torch.ops.cutlass_ops.fused_gemm_out(*arguments, found)
         else:
             found = torch.ops.cutlass_ops.fused_gemm(*arguments, None if self.dtypes[0] else given[0].dtype)
-        if any(x.dtype != y.dtype or x.shape != y.shape for x, y in zip(given, found, strict=True)):
+        if any(x.dtype != y.dtype or not sizes.agree(x.shape, y.shape) for x, y in zip(given, found, strict=True)):
             return False
         for x, y in zip(given, found, strict=True):
             x.copy_(y)

@@ -23,6 +23,17 @@ def scaled(acc, scale: co.Col, bias: co.Row, residual: co.Tile):
     return {"d": d, "squares": co.sum(d * d, dim=1), "largest": co.amax(d, dim=0)}
 
 
+@co.epilogue
+def weighted(acc, weight: co.Col, residual: co.Tile):
+    return acc * weight + residual
+
+
+def written(i, j):
+    d = torch.zeros(j.shape[0], N, dtype=BF16)
+    co.gemm_bias(X[i], W, BIAS, out=d)
+    return d
+
+
 # Each takes the rows that are selected. A second element says whether gradients are asked for.
 CALLS = {
     "rows": lambda i: co.gemm(X[i], W),
@@ -38,6 +49,9 @@ CALLS = {
     "swiglu": lambda i: co.gemm_swiglu(X[i], W, W),
     "residual rms": lambda i: co.gemm_residual_rms(X[i], W, ADDED[i], eps=1e-6)[0],
     "experts": lambda i: co.grouped_gemm(X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0])),
+    "experts, a tile": lambda i: co.grouped_gemm(
+        X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0]), epilogue=weighted, weight=COL[i], residual=ADDED[i]
+    ),
     "masked": lambda i: co.grouped_gemm_masked(XE[:, i], EXPERT_W, i.shape[0] * ONES),
     "MLP": lambda i: MODULES["MLP"](X[i]),
     "GatedMLP": lambda i: MODULES["GatedMLP"](X[i]),
@@ -110,6 +124,11 @@ OF_TWO = {
     ),
     "a column": lambda i, j: co.gemm(X[i], W, epilogue=scaled, scale=COL[j], bias=BIAS, residual=ADDED[i])[0],
     "a tile": lambda i, j: co.gemm_residual(X[i], W, ADDED[j]),
+    "inputs of groups": lambda i, j: co.grouped_gemm(
+        X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0]), epilogue=weighted, weight=COL[j], residual=ADDED[j]
+    ),
+    "K of groups": lambda i, j: co.grouped_gemm_wgrad(X[i], ADDED[j], OFFSETS.clamp(max=i.shape[0])),
+    "out": written,
 }
 
 
