@@ -42,7 +42,7 @@ class Kernel(Warm):
     >>> kernel(x, weight.t(), bias=bias, out=d)  # doctest: +SKIP
     """
 
-    _autocasts = False
+    autocasts = False
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
         super().__init__(spec.slug, spec.epilogue, spec.form)

@@ -88,7 +88,7 @@ class Op(Warm):
         super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
         self.math = math
-        self._autocasts = math is None  # a call that names its arithmetic is served in it
+        self.autocasts = math is None  # a call that names its arithmetic is served in it
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
         self._instead, self._called = instead, called or {}

@@ -48,7 +48,8 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     0
     """
     request = requested(op, *arguments, **named)
-    specs = list(request.op.specs_of(*request.arguments, **request.named))
+    served = request.as_autocast()
+    specs = list(request.op.specs_of(*served.arguments, **served.named))
     if specs and watching.is_differentiated(*request.arguments, *request.named.values()):
         from cutlass_ops.run import recorded  # late, as gradients are
 

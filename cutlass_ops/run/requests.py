@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 from cutlass_ops.epilogue import Epilogue
+from cutlass_ops.run import casting
 from cutlass_ops.run.ops import Op, gemm, op_of
 
 
@@ -27,6 +28,20 @@ class Request(NamedTuple):
     op: Op
     arguments: tuple[Any, ...]
     named: dict[str, Any]
+
+    def as_autocast(self) -> Request:
+        """Return the call with the operands that the op makes of it under torch.autocast, if that is active."""
+        dtype = casting.autocast_dtype(self.arguments[0]) if self.op.autocasts else None
+        if dtype is None:
+            return self
+        multiplied = {"a", "b", *self.op.graph.products}
+
+        def cast(name: str, value: Any) -> Any:
+            return casting.autocast_to(dtype, value) if name in multiplied else value
+
+        values = zip(("a", "b", *self.op.names), self.arguments, strict=False)  # others are named
+        arguments = tuple(cast(name, value) for name, value in values)
+        return Request(self.op, arguments, {name: cast(name, value) for name, value in self.named.items()})
 
 
 # Prepares the arguments of a function that is not an op: takes some of them by name, returns the op and its positional

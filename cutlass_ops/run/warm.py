@@ -76,7 +76,7 @@ class Warm(portable.Portable):
     """
 
     # Whether torch.autocast decides the operands' dtype.
-    _autocasts = True
+    autocasts = True
     # What a function that calls this op calls a, b and inputs, in parentheses, for messages.
     whose = ""
 
@@ -127,7 +127,7 @@ class Warm(portable.Portable):
             if type(inputs[at]) is not plain:
                 inputs = self.numbers(inputs)
                 break
-        if _autocast_enabled() and self._autocasts:
+        if _autocast_enabled() and self.autocasts:
             a, b, inputs = casting.autocast(a, b, inputs, self.names, self.graph.products)
         # watching.is_watched(), inlined for speed.
         watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None

@@ -234,7 +234,7 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
 
     >>> print(co.explain(co.gemm_bias_relu, x, weight.t(), bias))  # doctest: +SKIP
     """
-    request = requested(op, *arguments, **named)
+    request = requested(op, *arguments, **named).as_autocast()
     asked, (a, b, *inputs), given = request.op, request.arguments, dict(request.named)
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)

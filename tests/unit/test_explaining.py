@@ -213,6 +213,27 @@ def test_every_function_is_explained_and_warmed_up_as_it_is_called(device, monke
     assert device.launches
 
 
+@pytest.mark.parametrize("given", ["gemm_bias_relu", "product by name", "swiglu", "groups"])
+@torch.no_grad()
+def test_autocast_is_explained_and_warmed_up_as_it_is_called(device, given):
+    """FP32 operands are multiplied in BF16 there; other inputs stay FP32."""
+    x, w, bias = torch.randn(8, 64), torch.randn(128, 64), torch.randn(128)
+    function, arguments, named = {
+        "gemm_bias_relu": (co.gemm_bias_relu, (x, w.t()), {"bias": bias}),
+        "product by name": (co.gemm, (x, w.t()), {"epilogue": composed.swiglu, "up": w.t()}),
+        "swiglu": (co.gemm_swiglu, (x, w.t(), w.t()), {}),
+        "groups": (co.grouped_gemm, (x, w[None].mT, torch.tensor([8], dtype=torch.int32)), {}),
+    }[given]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "bf16row_bf16col" in str(co.explain(function, *arguments, **named))
+        assert co.warm_up(function, *arguments, **named) == len(device.loaded) > 0
+        device.closed = True
+        function(*arguments, **named)
+    assert device.launches
+    with pytest.raises(TypeError, match=r"Tensor Cores cannot multiply directly|x is torch.float32"):
+        co.explain(function, *arguments, **named)
+
+
 def test_functions_refuse_what_a_call_refuses():
     x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 16).bfloat16()
     for ask in (co.explain, co.warm_up):
