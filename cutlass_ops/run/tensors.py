@@ -53,7 +53,9 @@ def require_tensor(name: str, value: Any) -> None:
 
 
 def _instead(name: str, value: Any) -> str:
-    """Return what to pass instead of a prepared weight, for messages."""
+    """Return what to pass instead of a prepared weight, or of another package's array, for messages."""
+    if hasattr(value, "__dlpack__"):
+        return f": pass torch.from_dlpack({name})"
     if not isinstance(getattr(value, "matrix", None), Tensor):
         return ""
     scale = f" and, as a Row of the epilogue, {name}.scale" if getattr(value, "scale", None) is not None else ""

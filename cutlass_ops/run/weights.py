@@ -75,7 +75,8 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
         if gamma is not None or dtype not in (None, w.dtype):
             what = "gamma" if gamma is not None else "another dtype"
             again = "would round it again" if w.dtype in fp8.DTYPES else "is of weights of 16 bits"
-            raise TypeError(f"w is {w.dtype}, and {what} {again}: pass the weight in FP16 or BF16, with dtype=")
+            how = "" if dtype is None and w.dtype not in fp8.DTYPES else ", with dtype="
+            raise TypeError(f"w is {w.dtype}, and {what} {again}: pass the weight in FP16 or BF16{how}")
         return PreparedWeight(folding.along_k(w), None, False)
     if dtype is not None:
         fp8.require_dtype("dtype", dtype)

@@ -112,7 +112,7 @@ INT8_REFUSED = {
     "a prepared weight's gamma": (
         lambda: co.prepare(Y.t(), torch.ones(64)),
         TypeError,
-        r"^w is torch\.int8, and gamma is of weights of 16 bits",
+        r"^w is torch\.int8, and gamma is of weights of 16 bits: pass the weight in FP16 or BF16$",
     ),
     "an input": (lambda: co.gemm_bias(X, Y.t(), Y[:, 0].clone()), TypeError, r"^bias is torch\.int8: use one of"),
     "gradients": (

@@ -326,7 +326,11 @@ ERRORS = {
     "A and B differ": (lambda: co.gemm(A, B.half()), TypeError, r"^b is torch\.float16 and a is torch\.bfloat16"),
     "a weight": (lambda: co.gemm(A, torch.zeros(6, 8, dtype=BF16)), ValueError, r"pass b\.t\(\)$"),
     "A as a list": (lambda: co.gemm([[1.0]], B), TypeError, r"^a must be a torch\.Tensor, not list"),
-    "B as NumPy": (lambda: co.gemm(A, A.float().numpy()), TypeError, r"^b must be a torch\.Tensor, not ndarray"),
+    "B as NumPy": (
+        lambda: co.gemm(A, A.float().numpy()),
+        TypeError,
+        r"^b must be a torch\.Tensor, not ndarray: pass torch\.from_dlpack\(b\)$",
+    ),
     "a bias of M": (lambda: co.gemm_bias(A, B, BIAS[:4]), ValueError, r"^bias has shape \(4,\): as a Row .* \(6,\)"),
     "a strided bias": (lambda: co.gemm_bias(A, B, torch.zeros(12)[::2]), ValueError, r"^bias has stride 2"),
     "a residual of (N, M)": (lambda: co.gemm_residual(A, B, TILE.t()), ValueError, r"^residual has shape \(6, 4\)"),
