@@ -11,6 +11,7 @@ from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.ship import catalog
+from tests.compile.test_types import declared
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -102,7 +103,7 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* ke
 
 static int64_t m = 64;
 static bool needs_workspace = false;
-static bool across = false;  // whether A and B are INT8, and B lies across K
+static bool across = false;  // whether A, B and D are INT8, and B lies across K
 static int64_t const n = 128, k = 256;
 using Launch = int (*)(void*, TVMFFIAny const*, int32_t, TVMFFIAny*);
 static Launch launch, prepare, load_kernels;
@@ -136,7 +137,7 @@ struct Tensor {
 static int call(Launch function, TVMFFIAny& result) {
   Tensor a(a_data, 2, m, k, k, 1), b(2 << 20, 2, k, n, across ? n : 1, across ? 1 : k);
   Tensor d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
-  if (across) a.tensor.dtype = b.tensor.dtype = {kDLInt, 8, 1};
+  if (across) a.tensor.dtype = b.tensor.dtype = d.tensor.dtype = {kDLInt, 8, 1};
   TVMFFIAny arguments[8]{};
   Tensor* const tensors[] = {&a, &b, &d, &bias};
   for (int i = 0; i < 4; ++i) {
@@ -297,31 +298,37 @@ def test_every_thread_has_a_context_and_what_cannot_be_encoded_is_not_launched(t
     run(tmp_path, ENTRIES["sm_90a/gemm_bias_relu_bf16.cu"].spec, 2)  # it, and what finds where clusters are
 
 
+def spec(a, b, config):
+    types = {"a": a, "b": b, "d": "bf16.row", "inputs": {"bias": "bf16"}}
+    return co.KernelSpec(**types, epilogue=builtin.bias_relu.graph, config=config)
+
+
 PREPARED = {
     "copies of operands": (
-        ("bf16.row.align1", "bf16.col.align1"),
-        co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized", realign=True),
+        spec(
+            "bf16.row.align1",
+            "bf16.col.align1",
+            co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized", realign=True),
+        ),
         (3, 2),
     ),
-    "copies along K": (
-        ("i8.row", "i8.row"),
-        co.Sm90Config(co.ThreadblockShape(64, 64, 128), schedule="warp_specialized", realign=True),
-        (3, 2, "across"),
-    ),
+    # A kernel whose instructions test_types.py looks at.
+    "copies along K": (declared("int8 to int8 by wgmma, copied"), (3, 2, "across")),
     "stream-K": (
-        ("bf16.row", "bf16.col"),
-        co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True),
+        spec(
+            "bf16.row",
+            "bf16.col",
+            co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True),
+        ),
         (1, 0),
     ),
 }
 
 
-@pytest.mark.parametrize(("operands", "config", "arguments"), PREPARED.values(), ids=PREPARED)
-def test_a_prepared_launch_repeats_every_kernel_or_is_given_up(tmp_path, operands, config, arguments):
+@pytest.mark.parametrize(("spec", "arguments"), PREPARED.values(), ids=PREPARED)
+def test_a_prepared_launch_repeats_every_kernel_or_is_given_up(tmp_path, spec, arguments):
     """Of a kernel that needs a workspace: how many kernels its library has, and one launch of it."""
-    a, b = operands
-    types = {"a": a, "b": b, "d": "bf16.row", "inputs": {"bias": "bf16"}}
-    run(tmp_path, co.KernelSpec(**types, epilogue=builtin.bias_relu.graph, config=config), *arguments)
+    run(tmp_path, spec, *arguments)
 
 
 def test_cute_cannot_be_included_first(tmp_path):

@@ -13,6 +13,7 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.proof import prove_tensor_cores
 from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
+from tests.compile.test_fp8 import quantised
 from tests.sampling import compiled
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -130,11 +131,11 @@ KERNELS = {
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
     ),
-    # As above, 64x64x32 each, and by CUTLASS's own epilogue, as TMA cannot store D.
+    # As above, 64x64x32 each, and by CUTLASS's own epilogue, as TMA cannot store D. test_fp8.py looks at how it does.
     "int8 by wgmma, odd lines": (
-        {"a": "i8.row", "b": "i8.col", "d": "f16.row.align1"},
-        co.Sm90Config(co.ThreadblockShape(64, 64, 128), schedule="warp_specialized"),
-        ("IGMMA", 4 * 2),
+        {"a": "i8.row", "b": "i8.col", "d": "e5m2.row.align8", "epilogue": quantised},
+        co.Sm90Config(co.ThreadblockShape(128, 64, 128), schedule="pingpong"),
+        ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x64x32\.S8\.S8",
     ),
     "int8 to int8 by wgmma, copied": (
