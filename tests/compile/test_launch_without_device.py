@@ -314,11 +314,12 @@ PREPARED = {
     ),
     # A kernel whose instructions test_types.py looks at.
     "copies along K": (declared("int8 to int8 by wgmma, copied"), (3, 2, "across")),
+    # A kernel that examples/deploy compiles as well.
     "stream-K": (
         spec(
             "bf16.row",
             "bf16.col",
-            co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True),
+            co.Sm80Config(co.ThreadblockShape(32, 128, 64), co.WarpShape(32, 32, 64), stages=3, stream_k=True),
         ),
         (1, 0),
     ),

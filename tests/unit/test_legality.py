@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import f64, tf32
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.choose import space
 from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
@@ -26,7 +25,6 @@ from cutlass_ops.declare.config import (
     WarpShape,
 )
 from cutlass_ops.declare.form import FORMS, Form
-from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import canonical
@@ -766,16 +764,6 @@ def test_no_number_makes_check_raise(stages, side, make, epilogue, swap):
     tile = (side, side, side) if make is sm90 else ((side, 64, side), (side, 32, side))
     swapped = {"swap_ab": swap, "split_k": 8} if make is sm90 else {}
     assert check(make(*tile, stages=stages, epilogue=epilogue, **swapped)) is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("epilogue", [rms, swiglu])
-def test_the_whole_space_of_norms_and_gates_can_be_checked(epilogue):
-    one = spec(Sm90Config(ThreadblockShape(64, 64, 64)), {"epilogue": epilogue})
-    signature = OpSignature(one.epilogue, one.a, one.b, one.d, one.inputs, one.outputs)
-    found = space.configurations(signature)
-    assert len(found) > 2000
-    assert {c.means for c in found} == ({"gathered", "beside", "ahead"} if epilogue is rms else {"gathered"})
 
 
 def test_the_kernels_that_the_gpu_tests_build_are_legal():

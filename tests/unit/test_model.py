@@ -296,11 +296,12 @@ def test_the_space_is_legal_and_large_and_its_parts_are_whole():
 def test_the_space_has_every_way_to_means_for_norms_and_the_usual_one_else():
     """Each kernel of a norm can take means ahead, and beside its main loop if that sees all of K and there is room."""
     assert {c.means for c in space.configurations(signature())} == {"gathered"}
-    assert {c.means for c in space.configurations(signature(composed.swiglu))} == {"gathered"}
-    norm = space.configurations(signature(composed.rms_norm))
+    gate, norm = (space.configurations(signature(e)) for e in (composed.swiglu, composed.rms_norm))
+    assert min(len(gate), len(norm)) > 2000
+    assert {c.means for c in gate} == {"gathered"}
     found = {way: {replace(c, means="gathered") for c in norm if c.means == way} for way in get_args(Means)}
     assert set() < found["gathered"] < found["ahead"]
-    assert found["beside"] < found["ahead"]
+    assert set() < found["beside"] < found["ahead"]
     assert any(c.swap_ab for c in found["gathered"])
     assert all(c.whole_k for c in found["beside"])
     full = [c for c in found["ahead"] - found["beside"] if c.whole_k]
