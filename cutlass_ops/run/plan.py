@@ -123,17 +123,23 @@ class Plan:
         if way.misaligned and not low and _are_aligned(a, b):
             return None
         workspace = new_tensor(a, (way.workspace,), (1,), torch.uint8) if way.workspace else None
-        if not way.others:
-            if given is None or (d := given[0]) is None:
-                d = new_tensor(a, self.shape, *way.d)
-            return (d,) if way.launch(a, b, d, *inputs, way.raster, way.swizzle, workspace) == 0 else None
-        if given is None:
-            d, *others = self.new_outputs(a)
-        else:
-            missing = zip(given, self._missing(), strict=True)
-            d, *others = [new_tensor(a, *of) if x is None else x for x, of in missing]
-        status = way.launch(a, b, d, *inputs, *others, way.raster, way.swizzle, workspace)
-        return (d, *others) if status == 0 else None
+        try:
+            if not way.others:
+                if given is None or (d := given[0]) is None:
+                    d = new_tensor(a, self.shape, *way.d)
+                return (d,) if way.launch(a, b, d, *inputs, way.raster, way.swizzle, workspace) == 0 else None
+            if given is None:
+                d, *others = self.new_outputs(a)
+            else:
+                missing = zip(given, self._missing(), strict=True)
+                d, *others = [new_tensor(a, *of) if x is None else x for x, of in missing]
+            status = way.launch(a, b, d, *inputs, *others, way.raster, way.swizzle, workspace)
+            return (d, *others) if status == 0 else None
+        except RuntimeError:
+            # Sparse tensors and the like have no memory that a kernel could refuse.
+            if all(x.layout is torch.strided for x in (a, b, *inputs, *(given or ())) if isinstance(x, Tensor)):
+                raise
+            return None
 
     def new_outputs(self, a: Tensor) -> tuple[Tensor, ...]:
         """Return an empty tensor for each output, on the device of a."""

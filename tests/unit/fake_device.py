@@ -125,6 +125,8 @@ class FakeDevice:
             return 0
 
         def launch(a, b, d, *rest):
+            if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in (a, b, d, *rest)):
+                raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
             inputs, others, (raster, swizzle, workspace) = rest[:count], rest[count:-3], rest[-3:]
             if status := refused((a, b, d, *inputs, *others)):
                 return status

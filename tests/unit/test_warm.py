@@ -198,6 +198,30 @@ def test_what_is_wrong_is_said_after_warm_calls_as_before(op, out, out_dtype, ki
         op(A, B, BIAS, 0.5, out=out, out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("name", ["a", "b", "bias", "d", "pre"])
+def test_a_sparse_tensor_is_refused_warm_as_before(op, name):
+    given = {"a": A, "b": B, "bias": BIAS, "alpha": 0.5}
+    outputs = {"d": empty("d"), "pre": empty("pre")}
+    op(**given, out=outputs)
+    launch = co.prepare_launch(op, **given, out=outputs)
+    of = outputs if name in outputs else given
+    of[name] = of[name].to_sparse()
+    for called in (op, launch):
+        with pytest.raises(TypeError, match=r"has layout torch\.sparse_coo: call .*to_dense\(\) first"):
+            called(**given, out=outputs)
+
+
+def test_what_else_goes_wrong_in_a_launch_is_the_callers_to_know(op, monkeypatch):
+    op(A, B, BIAS, 0.5)
+
+    def fails(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(plan, "new_tensor", fails)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        op(A, B, BIAS, 0.5)
+
+
 @pytest.mark.parametrize("alpha", [1e39, -1e39, 10**39])
 def test_numbers_beyond_fp32_are_refused_warm_as_before(op, alpha, device, monkeypatch):
     """A kernel would take them for infinity, which may be given."""
