@@ -95,6 +95,7 @@ class Warm(portable.Portable):
         self._numbers = tuple(
             (at, float if of[1] is scalar else None) for at, of in enumerate(self._scalars) if of is not None
         )
+        self._columns = tuple(len(form.operands) + at for at, i in enumerate(graph.inputs) if i.kind is Kind.COL)
         self._has_one_output = len(self.outputs) == 1
         self._count, self._input_names = len(self.names), frozenset(self.names)
         self._output_names = frozenset(self.outputs)
@@ -229,6 +230,11 @@ class Warm(portable.Portable):
                 return None
             dtypes = _dtypes(given, out_dtype)
         try:
+            # A kernel counts a column's elements, however they lie: (1, M) may be meant as a row.
+            for at in self._columns:
+                x = inputs[at]
+                if x.ndim > 1 and x.shape[-1] != 1 and x.shape != a.shape[:-1]:
+                    return None
             key = b.shape, a.dtype, dtypes, a.get_device()
             weight = self._plans.get(key)
             plan = None if weight is None else weight.plans.get(a.shape)

@@ -211,6 +211,28 @@ def test_a_sparse_tensor_is_refused_warm_as_before(op, name):
             called(**given, out=outputs)
 
 
+@co.epilogue
+def weighted(acc, weight: co.Col):
+    return acc * weight
+
+
+def test_a_column_of_another_shape_is_refused_warm_as_before(device, monkeypatch):
+    op, batches = ops.Op("weighted", weighted), torch.stack([A, A])
+    flat, weights = torch.ones(M), torch.ones(2, M)
+    for a, x in ((A, flat), (A, flat[:, None]), (batches, weights), (batches, weights[..., None])):
+        op(a, B, x)
+        op(a, B, x)
+    assert op.served_warm
+    served = op.served_warm
+    monkeypatch.setattr(plan.Plan, "run", lambda *_: pytest.fail("a kernel takes it"))
+    for a, x in ((A, flat[None]), (batches, weights.flatten()[None]), (A, flat.view(2, -1))):
+        with pytest.raises(ValueError, match="weight has shape"):
+            op(a, B, x)
+    with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor"):
+        op(A, B, 1.0)
+    assert op.served_warm == served
+
+
 def test_what_else_goes_wrong_in_a_launch_is_the_callers_to_know(op, monkeypatch):
     op(A, B, BIAS, 0.5)
 
