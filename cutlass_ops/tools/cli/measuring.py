@@ -68,7 +68,10 @@ def profile(
         list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help="For an op: dtype of A and B.")
+        str,
+        typer.Option(
+            "--dtype", metavar="DTYPE", callback=readable(spelling.dtype_of), help="For an op: dtype of A and B."
+        ),
     ] = "bf16",
     kernels: Annotated[
         str | None,

@@ -205,7 +205,12 @@ GroupsOf = Annotated[
 ]
 DtypeOf = Annotated[
     str,
-    typer.Option(metavar="DTYPE", callback=readable(spelling.dtype_of), help=f"Dtype of A and B: {spelling.DTYPES}."),
+    typer.Option(
+        "--dtype",  # typer 0.27 names an option after a metavar that is alike: --DTYPE
+        metavar="DTYPE",
+        callback=readable(spelling.dtype_of),
+        help=f"Dtype of A and B: {spelling.DTYPES}.",
+    ),
 ]
 MajorOf = Annotated[
     str,

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 import typer.main
@@ -315,3 +316,20 @@ def test_what_is_missing_or_too_much_is_wrong_usage(run):
     assert run("tune", "gemm")[0] == run("explain", "gemm")[0] == 2
     assert run("tune", "gemm", "1x1x1", "--allow-fallback", "--deterministic")[0] == 2
     assert run("list", "--key", "key.pem")[0] == 2
+
+
+def options():
+    """Yield each option of each command: the command's and the parameter's name, and what typer is told."""
+    for command in cli.app.registered_commands:
+        for name, hint in typing.get_type_hints(command.callback, include_extras=True).items():
+            for told in getattr(hint, "__metadata__", ()):
+                if isinstance(told, typer.models.OptionInfo):
+                    yield command.callback.__name__, name, told
+
+
+def test_an_option_whose_metavar_is_its_name_says_what_it_is_called():
+    found = list(options())
+    assert len(found) > 50
+    # typer 0.27 calls it --DTYPE otherwise. In an annotation, typer keeps the first name where a default would be.
+    unsaid = [x[:2] for x in found if (x[2].metavar or "").lower() == x[1] and not str(x[2].default).startswith("--")]
+    assert unsaid == []
