@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -39,8 +40,9 @@ class Request(NamedTuple):
         def cast(name: str, value: Any) -> Any:
             return casting.autocast_to(dtype, value) if name in multiplied else value
 
-        values = zip(("a", "b", *self.op.names), self.arguments, strict=False)  # others are named
-        arguments = tuple(cast(name, value) for name, value in values)
+        # Others are named. What is one too many stays, so that it is refused.
+        names = itertools.chain(("a", "b", *self.op.names), itertools.repeat(""))
+        arguments = tuple(map(cast, names, self.arguments))
         return Request(self.op, arguments, {name: cast(name, value) for name, value in self.named.items()})
 
 

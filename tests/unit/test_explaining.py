@@ -234,6 +234,13 @@ def test_autocast_is_explained_and_warmed_up_as_it_is_called(device, given):
         co.explain(function, *arguments, **named)
 
 
+@pytest.mark.parametrize("ask", [co.explain, co.warm_up])
+def test_autocast_hides_no_argument_that_is_one_too_many(ask):
+    x, bias = torch.randn(8, 8), torch.randn(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="4 were given"):
+        ask(co.gemm_bias_relu, x, x.t(), bias, bias)
+
+
 def test_functions_refuse_what_a_call_refuses():
     x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 16).bfloat16()
     for ask in (co.explain, co.warm_up):
