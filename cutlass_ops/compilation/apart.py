@@ -36,7 +36,7 @@ _NICE = 10
 _SETTINGS = ("CUTLASS_OPS_", "CUDA_", "NVCC_", "XDG_CACHE_HOME", "HOME", "PATH", "TMPDIR", "AWS_", "FSSPEC_")
 
 # Seconds. A weight's kernels are looked for together. For all that come so soon, templates and compilers are examined
-# once: that takes most of a look.
+# once: that takes most of a look. In another environment they are other ones.
 _BURST = 0.1
 
 # What else prints is no answer. The folder where it is started is none to import from. It is known as the command line,
@@ -67,7 +67,7 @@ class Apart(Part):
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
-        self._situation, self._looked = list[str | None](), 0.0
+        self._situation, self._looked, self._looked_in = list[str | None](), 0.0, frozenset[tuple[str, str]]()
         self._processes: dict[frozenset[tuple[str, str]], _Builder] = {}
         self._lost = False
 
@@ -113,8 +113,9 @@ class Apart(Part):
         from cutlass_ops.compilation import keys, lookup
 
         with self._looking:  # one thread at a time: a call would wait for the interpreter's lock behind each
-            if time.monotonic() - self._looked > _BURST:
-                self._situation, self._looked = [], time.monotonic()
+            settings = _settings()
+            if time.monotonic() - self._looked > _BURST or settings != self._looked_in:
+                self._situation, self._looked, self._looked_in = [], time.monotonic(), settings
             with keys.one_situation(self._situation):
                 return lookup.recalled(spec)
 
@@ -127,11 +128,16 @@ class Apart(Part):
     def _process(self) -> _Builder:
         if self._lost or not _is_python(sys.executable):
             raise Lost("no Python interpreter can be started")
-        settings = frozenset((name, text) for name, text in os.environ.items() if name.startswith(_SETTINGS))
+        settings = _settings()
         with self._lock:
             if settings not in self._processes:
                 self._processes[settings] = _Builder(os.environ)
             return self._processes[settings]
+
+
+def _settings() -> frozenset[tuple[str, str]]:
+    """Return the variables on which it depends what is built."""
+    return frozenset((name, text) for name, text in os.environ.items() if name.startswith(_SETTINGS))
 
 
 def _is_python(path: str | None) -> bool:

@@ -86,6 +86,14 @@ def test_kernels_of_a_burst_are_looked_for_with_one_look_at_templates_and_compil
     assert len(looks) == 2
 
 
+def test_a_burst_ends_where_the_environment_changes(toolkit, process, monkeypatch):
+    monkeypatch.setattr(apart, "_BURST", 3600.0)
+    build(process, sm80_spec(2))
+    plain = build(process, sm80_spec(2))
+    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
+    assert build(process, sm80_spec(2)).key != plain.key
+
+
 def test_what_the_store_is_known_to_have_needs_no_process(toolkit, process):
     first = build(process, sm80_spec(3))
     another = Apart(Session())
