@@ -287,6 +287,13 @@ def without_user(url: str) -> str:
     return re.sub(_USER, "", url)
 
 
+def _without_secrets(url: str) -> str:
+    """Return a wrong URL for messages: what is wrong may be the password, so nothing before the last @ is shown."""
+    before, _, shown = url.rpartition("@")
+    scheme, separator, _ = before.partition("://")
+    return scheme + separator + shown if separator else shown
+
+
 def remote_store() -> RemoteStore | None:
     """Return the settings of the remote store, or None while there is none.
 
@@ -302,18 +309,18 @@ def remote_store() -> RemoteStore | None:
     if not re.fullmatch(_URL, url) or "::" in url:
         raise ValueError(
             f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, its scheme in lower case, "
-            f"in ASCII without spaces, ?, # and ::, not {reprlib.repr(without_user(url))}"
+            f"in ASCII without spaces, ?, # and ::, not {reprlib.repr(_without_secrets(url))}"
         )
     scheme, _, path = url.partition("://")
     if scheme in ("file", "local") and not path.startswith("/"):
         raise ValueError(
             f"{REMOTE_STORE.name} must name an absolute folder, such as {scheme}:///mnt/kernels, not "
-            f"{reprlib.repr(without_user(url))}"
+            f"{reprlib.repr(_without_secrets(url))}"
         )
     if scheme in _HOSTED and path.startswith(("/", ":")):
         raise ValueError(
             f"{REMOTE_STORE.name} must name a bucket or a server behind {scheme}://, such as {scheme}://name/kernels, "
-            f"not {reprlib.repr(without_user(url))}"
+            f"not {reprlib.repr(_without_secrets(url))}"
         )
     text = REMOTE_STORE_KEY.text
     if text is None:

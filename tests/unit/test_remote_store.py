@@ -778,7 +778,22 @@ def test_a_url_is_shown_as_it_is_but_for_names_and_passwords(url, shown):
     assert env.without_user(url) == shown
 
 
-@pytest.mark.parametrize("url", ["https://me:secret@host/x?y", "http://me:secret@host/a::b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:secret@host/x?y",
+        "http://me:secret@host/a::b",
+        "https://me:?secret@host/x",
+        "https://me:secret#1@host/x",
+        "https://me:a/secret?@host/x",
+        "https://me:a@secret?@host/x",
+        "https://me:secret://?@host/x",
+        "https:/me:secret@host/x",
+        "me:secret@host/x",
+        "https://me:secret\n@host/x",
+        "simplecache::https://me:secret@host/x",
+    ],
+)
 def test_a_wrong_url_is_shown_without_the_password(keys, monkeypatch, url):
     name_store(monkeypatch, url, keys[1])
     with pytest.raises(ValueError, match=r"must be the URL .*host/") as error:
