@@ -173,8 +173,9 @@ def _decide_ties(each: NDArray[np.int16], foretold: Callable[[Places], Foretold]
     for row in np.flatnonzero(each == _UNDECIDED)[:_MOST_TIES] + 1:
         found = foretold(np.array([row]))
         best = found.times[0].argmin()
-        if np.isfinite(found.times[0, best]):
-            each[row - 1] = _numbers(best, found.by_gpc[0, best])
+        if not np.isfinite(found.times[0, best]):
+            return  # no kernel can be launched, and none can with more rows
+        each[row - 1] = _numbers(best, found.by_gpc[0, best])
 
 
 def _further_rows(knowledge: Knowledge) -> Places:

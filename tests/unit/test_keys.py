@@ -240,6 +240,7 @@ def test_several_keys_may_be_looked_for_with_one_look_at_the_templates(templates
         changed_template(templates, toolkit, monkeypatch)
         with keys.one_situation():
             assert key_of(SPEC) is not None
+        assert key_of(OTHER) is not None
         with ThreadPoolExecutor(1) as another:
             assert another.submit(key_of, SPEC).result() is None
     assert len(looks) == 3

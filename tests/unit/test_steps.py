@@ -82,6 +82,17 @@ def test_kernels_that_are_equally_fast_serve_as_the_policy_chooses(monkeypatch):
     assert [kept[decided.at(m)[0]] for m in tied] == [policy.choose(Problem(m, n, k)).config for m in tied]
 
 
+def test_where_no_kernel_can_be_launched_nothing_is_decided(monkeypatch):
+    kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
+    policy = policies.Policy.of((), signature(), H100, [kernel])
+    looks, foretold = [], steps._foretold
+    monkeypatch.setattr(steps, "_foretold", lambda *given: looks.append(given) or foretold(*given))
+    assert policy.weight_of(4480000, 4096, 1).steps == steps.Steps((1,), (steps._UNDECIDED,))
+    assert len(looks) == 2  # at all numbers of rows, and at the first one alone
+    with pytest.raises(UnsupportedError, match="the grid would have more thread blocks"):
+        policy.serves(Problem(64, 4480000, 4096))
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_what_serves_is_what_tables_and_model_choose(name):
     policy, rng = policies.policy(*SIGNATURES[name]), random.Random(name)
