@@ -234,6 +234,17 @@ def test_autocast_is_explained_and_warmed_up_as_it_is_called(device, given):
         co.explain(function, *arguments, **named)
 
 
+@torch.no_grad()
+def test_a_call_that_names_its_arithmetic_is_explained_and_warmed_up_in_it_under_autocast(device):
+    x, w = torch.randn(8, 64), torch.randn(128, 64).t()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "tf32" in str(co.explain(co.gemm, x, w, math="tf32"))
+        assert co.warm_up(co.gemm, x, w, math="tf32") == len(device.loaded) > 0
+        device.closed = True
+        assert co.gemm(x, w, math="tf32").dtype == torch.float32
+    assert device.launches
+
+
 @pytest.mark.parametrize("ask", [co.explain, co.warm_up])
 def test_autocast_hides_no_argument_that_is_one_too_many(ask):
     x, bias = torch.randn(8, 8), torch.randn(8)
