@@ -168,3 +168,15 @@ def test_rows_of_experts_by_bincount(masked):
             assert torch.equal(function(torch.tensor(expert)), call(torch.tensor(expert)))
         with pytest.raises((RuntimeError, ValueError)):
             function(torch.full((T,), EXPERTS))
+
+
+@torch.no_grad()
+def test_a_compiled_call_is_not_repeated_over_a_larger_out():
+    def call(x, out):
+        return co.gemm(x, W, out=out)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for function in (call, compiled):
+        with pytest.raises(Exception, match=r"out has shape \(3, "):
+            function(X[:1], torch.zeros(3, N, dtype=BF16))
