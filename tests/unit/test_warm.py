@@ -221,8 +221,9 @@ def test_a_column_of_another_shape_is_refused_warm_as_before(device, monkeypatch
     flat, weights = torch.ones(M), torch.ones(2, M)
     for a, x in ((A, flat), (A, flat[:, None]), (batches, weights), (batches, weights[..., None])):
         op(a, B, x)
+        served = op.served_warm
         op(a, B, x)
-    assert op.served_warm
+        assert op.served_warm == served + 1
     served = op.served_warm
     monkeypatch.setattr(plan.Plan, "run", lambda *_: pytest.fail("a kernel takes it"))
     for a, x in ((A, flat[None]), (batches, weights.flatten()[None]), (A, flat.view(2, -1))):
