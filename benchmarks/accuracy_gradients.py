@@ -27,7 +27,8 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import ops, reference
+from cutlass_ops.operand import reference
+from cutlass_ops.run import ops
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.strategies import Program, programs

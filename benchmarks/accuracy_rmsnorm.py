@@ -69,7 +69,7 @@ def _truncated_sums(x: Tensor, w: Tensor) -> Tensor:
 def _modelled(
     x: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, moments: Callable[[Tensor], dict[str, Tensor]]
 ) -> Tensor:
-    prepared, found = co.prepare_layernorm(w.t(), gamma, beta), moments(x)
+    prepared, found = co.prepare(w.t(), gamma, beta, norm="layer"), moments(x)
     centred = _truncated_sums(x, prepared.matrix) - found["mean"][:, None] * prepared.column_sum
     return (centred * found["rstd"][:, None] + prepared.shift).to(x.dtype)
 
@@ -88,10 +88,10 @@ WAYS: dict[str, dict[str, Way]] = {
     },
     "layernorm_gemm": {
         "gathered": lambda x, w, gamma, beta: co.layernorm_gemm(
-            x, co.prepare_layernorm(w.t(), gamma, beta), eps=EPS
+            x, co.prepare(w.t(), gamma, beta, norm="layer"), eps=EPS
         ),
         "moments given": lambda x, w, gamma, beta: co.layernorm_gemm(
-            x, co.prepare_layernorm(w.t(), gamma, beta), **_moments(x)
+            x, co.prepare(w.t(), gamma, beta, norm="layer"), **_moments(x)
         ),
         "gathered, modelled": lambda *tensors: _modelled(*tensors, _one_pass),
         "moments given, modelled": lambda *tensors: _modelled(*tensors, _moments),

@@ -30,8 +30,7 @@ from typing import Any
 
 import campaign
 
-from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import identity_key
+from cutlass_ops.artifacts.entry import Compiled, identity_key
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.compilation import builder
 from cutlass_ops.compilation.toolchain import find_toolchain
@@ -85,7 +84,8 @@ def kernels(job: campaign.Job, folder: Path, gpu: str) -> list[Declaration]:
         command = [__file__, "--note", str(path), gpu, *words]
     else:
         return []
-    around = environment() | {"CUTLASS_OPS_CACHE_DIR": str(folder / "store")}
+    empty = str(folder / "store")
+    around = environment() | {"CUTLASS_OPS_CACHE_DIR": empty, "CI_KERNELS": empty}
     subprocess.run([sys.executable, *command], cwd=ROOT, env=around, stdout=None if not tests else subprocess.DEVNULL)
     return [declaration_from_json(each) for each in json.loads(path.read_text())]
 

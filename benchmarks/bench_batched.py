@@ -32,9 +32,9 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds.small.space import UNTUNED
+from cutlass_ops.kinds.small.kind import UNTUNED
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run import ops, requests
-from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 _SAMPLED, _SMALL = 4, 64
@@ -137,7 +137,7 @@ def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
     return {"bmm_relu": eager, "baddbmm": baddbmm, "compile": lambda x: compiled(x.a, x.b, x.bias)}
 
 
-def small_kernels(case: Case) -> tuple[co.SmallConfig, ...]:
+def small_kernels(case: Case) -> tuple[co.types.SmallConfig, ...]:
     """Return the small kernels that are worth a look at a case."""
     m, n, *_ = case.problem
     if max(m, n) > _SMALL:

@@ -6,9 +6,7 @@
 Two times of each: what passes, and in parentheses that of processors over all threads, so that other programs matter
 little. Both are the minimum of several tries, each with empty caches. The first choice of a process is measured in
 processes of their own, apart from imports: one that finds nothing in files, and one after it that finds what that
-one decided. What a weight's first choice leaves to a thread is measured apart (`Decision.finish`). A number of rows is
-measured after it, and before it where that number is asked for by the policy. Needs no GPU. The file has the first
-choices of each process, in milliseconds.
+one decided. Needs no GPU. The file has the first choices of each process, in milliseconds.
 """
 
 from __future__ import annotations
@@ -87,13 +85,6 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
     assert decision.spec in decision.specs
 
 
-def finish(signature: OpSignature, device: Device, problem: Problem) -> None:
-    """Do what a weight's first decision leaves to a thread."""
-    decision = dispatch.decide(signature, device, problem)
-    assert decision is not None
-    decision.finish()
-
-
 def first_of_a_process(epilogue: str, checkout: Path, kept: str) -> dict[str, Any]:
     """Return the milliseconds of imports, of the first decision, of that about another weight and of what that left.
 
@@ -110,7 +101,7 @@ def first_of_a_process(epilogue: str, checkout: Path, kept: str) -> dict[str, An
     settings = {"PYTHONPATH": str(checkout), "CUTLASS_OPS_CACHE_DIR": kept, "CUTLASS_OPS_CHOICES": "1"}
     run = subprocess.run(command, env=os.environ | settings, check=True, capture_output=True, text=True)
     imports, *spent = map(float, run.stdout.split())
-    # An older checkout leaves nothing to a thread.
+    # An older checkout may leave something to a thread.
     return {"imports": imports, "first": spent[:2], "weight": spent[2:4], "left": spent[4:] or [0.0, 0.0]}
 
 
@@ -141,33 +132,25 @@ def said(rows: list[dict[str, Any]]) -> str:
 
 
 def times(signature: OpSignature, device: Device) -> tuple[Took, ...]:
-    """Return the milliseconds of the first choice of a signature, and of the four choices that a weight then has.
-
-    That is the first one, a number of rows before the weight is finished, finishing it, and a number of rows after it.
-    """
+    """Return the milliseconds of the first choice of a signature, of a weight's, and of one at another M."""
     first: list[Took] = []
     weights: list[Took] = []
-    early: list[Took] = []
-    left: list[Took] = []
     rows: list[Took] = []
     for _ in range(TRIES):
         policies.forget(shipped=True)
         first.append(took(lambda: policies.policy(signature, device)))
         for n, k in WEIGHTS:
             weights.append(took(lambda n=n, k=k: decide(signature, device, Problem(1, n, k))))
-            early.append(took(lambda n=n, k=k: decide(signature, device, Problem(ROWS[-1], n, k))))
-            left.append(took(lambda n=n, k=k: finish(signature, device, Problem(1, n, k))))
             rows += [took(lambda m=m, n=n, k=k: decide(signature, device, Problem(m, n, k))) for m in ROWS]
-    return least(first), least(weights), least(early), least(left), least(rows, 0.5)
+    return least(first), least(weights), least(rows, 0.5)
 
 
 def memory(signature: OpSignature, device: Device) -> float:
     """Return the MB that are kept for many weights, once they were decided at many numbers of rows."""
     policies.forget(shipped=True)
-    finish(signature, device, Problem(1, 64, 64))
+    dispatch.decide(signature, device, Problem(1, 64, 64))
     tracemalloc.start()
     for n, k in MANY_WEIGHTS:
-        finish(signature, device, Problem(1, n, k))
         for m in MANY_ROWS:
             dispatch.decide(signature, device, Problem(m, n, k))
     kept, _ = tracemalloc.get_traced_memory()
@@ -184,11 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.first is not None:
         signature = signature_of(args.first, H100)
-        spent = []
-        for n in (4096, 28672):
-            spent.append(took(lambda n=n: decide(signature, H100, Problem(100, n, 4096))))
-            left = took(lambda n=n: finish(signature, H100, Problem(100, n, 4096)))
-        spent.append(left)
+        spent = [took(lambda n=n: decide(signature, H100, Problem(100, n, 4096))) for n in (4096, 28672)]
         print(1e3 * (IMPORTED - IMPORTING), *itertools.chain.from_iterable(spent))
         return
     os.environ["CUTLASS_OPS_CHOICES"] = "0"
@@ -204,8 +183,7 @@ def main() -> None:
 
         head = {"python": platform.python_version(), "numpy": np.__version__}
         harness.save(args.out, {**head, "processors": len(os.sched_getaffinity(0)), "rows": rows})
-    print("milliseconds: the first of a signature, of a weight, of a number of rows before the weight is finished, of")
-    print("finishing it, of a number of rows after it (median); MB of eight weights")
+    print("milliseconds: the first of a signature, of a weight, of a number of rows (median); MB of eight weights")
     for device in (H100, A100):
         for epilogue in EPILOGUES:
             signature = signature_of(epilogue, device)

@@ -6,7 +6,7 @@
 
 Scales: one of each tensor ("tensor"), one for each row of A and column of B ("rows"), 1x128 blocks of A with 128x128
 of B ("blocks") or with 1x128 of B ("blocks_1d"). Operands are e4m3, D is BF16. Sums are "fast" or "promoted", as
-``math`` of scaled_gemm has it; with scales of blocks they are promoted. Fast ones are compared with both ways of
+``math`` of gemm has it; with scales of blocks they are promoted. Fast ones are compared with both ways of
 torch._scaled_mm, promoted ones with that without fast accumulation, whose accuracy they have.
 
 Scales of blocks have further peers: torch.nn.functional.scaled_mm ("recipes"), which is told what the scales are, and
@@ -44,7 +44,8 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.base.mma import BLOCK_K, Math
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run import reference, requests
+from cutlass_ops.operand import reference
+from cutlass_ops.run import requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 SCALES = ("tensor", "rows", "blocks", "blocks_1d")
@@ -63,7 +64,7 @@ _PROCESSES = 8
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of a case's tensors: A (M, K), B (K, N) and scales as scaled_gemm takes them, for D (M, N).
+    """One set of a case's tensors: A (M, K), B (K, N) and scales as co.Scaled takes them, for D (M, N).
 
     Scales of blocks 1x128 lie as PyTorch wants them: those of neighbouring rows beside each other. `padded_scale_a`
     has the same, with room for a multiple of four rows, as DeepGEMM wants them. It is `scale_a` where M is one.
@@ -127,7 +128,7 @@ def sums_of(scales: str) -> tuple[Math, ...]:
 
 def request(x: Inputs, sums: Math) -> requests.Request:
     """Return the op that a user's call is, and its arguments."""
-    return requests.requested(co.scaled_gemm, x.a, x.b, x.scale_a, x.scale_b, math=sums)
+    return requests.requested(co.gemm, co.Scaled(x.a, x.scale_a), co.Scaled(x.b, x.scale_b), math=sums)
 
 
 def build_ahead(cases: Iterable[tuple[str, Math, tuple[int, int, int]]]) -> None:
@@ -249,14 +250,14 @@ def run_case(scales: str, sums: Math, m: int, n: int, k: int, names: list[str]) 
     rows = torch.randint(m, (_SAMPLED,), device="cuda")
     wanted = exact(scales, first, rows)
     first.out.fill_(float("nan"))
-    co.scaled_gemm(first.a, first.b, first.scale_a, first.scale_b, out=first.out, math=sums)
+    co.gemm(co.Scaled(first.a, first.scale_a), co.Scaled(first.b, first.scale_b), out=first.out, math=sums)
     ours_error = error(first.out[rows], wanted)
     op, arguments, _ = request(first, sums)
     kernel = op.plan(*arguments).spec.config.slug
 
     def ours(index: int) -> object:
         x = sets[index % len(sets)]
-        return co.scaled_gemm(x.a, x.b, x.scale_a, x.scale_b, out=x.out, math=sums)
+        return co.gemm(co.Scaled(x.a, x.scale_a), co.Scaled(x.b, x.scale_b), out=x.out, math=sums)
 
     variants: dict[str, Callable[[int], object]] = {"ours": ours}
     errors: dict[str, float] = {}
@@ -275,7 +276,7 @@ def run_case(scales: str, sums: Math, m: int, n: int, k: int, names: list[str]) 
         variants[name] = lambda index, f=function: f(sets[index % len(sets)])
     alike = errors.get("scaled_mm_fast" if sums == "fast" else "scaled_mm", 0.01)
     assert ours_error <= _ALLOWED[sums] * alike, f"error is {ours_error:.2g}, and peers have {errors}"
-    times = harness.time_interleaved(variants, expected_us(problem, e4m3.bytes))
+    times = harness.time_interleaved(variants, expected_us(problem, e4m3.bits / 8))
     mine = times.pop("ours")
     best = min(times, key=lambda name: times[name].median, default=None)
     ratio = harness.ratios(mine, times[best]) if best else {"median": None, "min": None, "max": None}

@@ -48,7 +48,7 @@ class Layers(NamedTuple):
     config: Any
     exact: torch.nn.Module
     fp8: fp8_layer.Fp8Layer
-    state: co.Fp8State
+    state: co.nn.Fp8State
     bf16: block.FusedLayer
     bf16_passed: block.FusedLayer
     rowwise: fp8_layer.RowwiseLayer
@@ -61,7 +61,7 @@ class Layers(NamedTuple):
         # As if each layer were followed by one with the same norm.
         ours = fp8_layer.Fp8Layer(exact, config, exact.input_layernorm.weight)
         found = cls(
-            config, exact, ours, co.Fp8State(device=device), taken, passed, fp8_layer.RowwiseLayer(exact, config)
+            config, exact, ours, co.nn.Fp8State(device=device), taken, passed, fp8_layer.RowwiseLayer(exact, config)
         )
         x = torch.randn(1, rows, config.hidden_size, device=device, dtype=block.DTYPE)
         positions = torch.arange(rows, device=device)[None].float()

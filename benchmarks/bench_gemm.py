@@ -39,8 +39,8 @@ from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run import named, ops
-from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.tuning import signature_at

@@ -51,9 +51,8 @@ from cutlass_ops.base.mma import Math
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run.call import device_of, signature_of
-from cutlass_ops.run.grouped import grouped_op, masked_op, wgrad_op
-from cutlass_ops.run.grouped_scaled import scaled_grouped_op
+from cutlass_ops.operand.call import device_of, signature_of
+from cutlass_ops.run.gemm import op_for
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 # N and K of the weights, by the number of experts.
@@ -141,7 +140,7 @@ def exact_errors(epilogue: str, x: Inputs, results: dict[str, Tensor]) -> dict[s
 
 def ours(epilogue: str, x: Inputs) -> Tensor:
     """Compute D into its memory by this library."""
-    found = co.grouped_gemm(x.x, x.w, x.offsets, epilogue=EPILOGUE[epilogue], out=x.out)
+    found = co.gemm(x.x, x.w, groups=co.Groups(x.offsets), epilogue=EPILOGUE[epilogue], out=x.out)
     assert isinstance(found, Tensor)
     return found
 
@@ -188,7 +187,7 @@ def draw_gradients(case: Case, n: int, k: int, sets: int, device: str = "cuda") 
 
 def our_gradient(x: Gradient) -> Tensor:
     """Compute D into its memory by this library."""
-    found = co.grouped_gemm_wgrad(x.x, x.gradient, x.offsets, out=x.out)
+    found = co.gemm(x.x.mT, x.gradient, groups=co.Groups(x.offsets), out=x.out)
     assert isinstance(found, Tensor)
     return found
 
@@ -230,7 +229,7 @@ def run_gradient(case: Case) -> dict[str, Any]:
     errors = gradient_errors(first, results)
     del results
     assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
-    decision = wgrad_op().plan(first.x.mT, first.gradient, first.offsets, out=first.out)
+    decision = op_for(None, "ragged_k").plan(first.x.mT, first.gradient, first.offsets, out=first.out)
     variants = {
         "ours": lambda index: our_gradient(sets[index % len(sets)]),
         "grouped_mm": lambda index: their_gradient(sets[index % len(sets)]),
@@ -308,7 +307,9 @@ def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def our_narrow(x: Narrow) -> Tensor:
     """Compute D into its memory by this library."""
-    found = co.scaled_grouped_gemm(x.x, x.w, x.offsets, x.scale_a, x.scale_b, out=x.out, math=x.math)
+    found = co.gemm(
+        co.Scaled(x.x, x.scale_a), co.Scaled(x.w, x.scale_b), groups=co.Groups(x.offsets), out=x.out, math=x.math
+    )
     assert isinstance(found, Tensor)
     return found
 
@@ -364,7 +365,7 @@ def run_narrow(case: Case, form: str) -> dict[str, Any]:
     errors = narrow_errors(first, results)
     assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
     arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
-    decision = scaled_grouped_op(True, True).plan(*arguments, out=first.out, math=first.math)
+    decision = op_for(None, "grouped", (True, True, False)).plan(*arguments, out=first.out, math=first.math)
     variants = {
         "ours": lambda index: our_narrow(sets[index % len(sets)]),
         "grouped_mm": lambda index: their_narrow(sets[index % len(sets)]),
@@ -415,7 +416,7 @@ def run_blocks(case: Case) -> dict[str, Any]:
     errors |= narrow_errors(theirs[0], {"grouped_mm": their_narrow(theirs[0])})
     assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
     arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
-    decision = scaled_grouped_op(False, False, None, True).plan(*arguments, out=first.out)
+    decision = op_for(None, "grouped", (False, False, True)).plan(*arguments, out=first.out)
     variants = {
         "ours": lambda index: our_narrow(sets[index % len(sets)]),
         "grouped_mm": lambda index: their_narrow(theirs[index % len(theirs)]),
@@ -461,7 +462,7 @@ def draw_padded(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> 
 
 def our_padded(x: Padded) -> Tensor:
     """Compute the rows that there are into their memory by this library."""
-    found = co.grouped_gemm_masked(x.x, x.rows.w, x.counts, expected_rows=mean_of(x), out=x.out)
+    found = co.gemm(x.x, x.rows.w, groups=co.Groups(counts=x.counts, expected=mean_of(x)), out=x.out)
     assert isinstance(found, Tensor)
     return found
 
@@ -496,7 +497,7 @@ def run_padded(case: Case) -> dict[str, Any]:
     assert (written, bool(mine.isnan().any())) == (mine.numel(), False), "others than the rows there are were written"
     errors = exact_errors("none", first.rows, {"ours": mine, "grouped_mm": theirs(first.rows)})
     assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
-    decision = masked_op(None, mean_of(first)).plan(first.x, first.rows.w, first.counts, out=first.out)
+    decision = op_for(None, "masked", None, mean_of(first)).plan(first.x, first.rows.w, first.counts, out=first.out)
     variants = {
         "ours": lambda index: our_padded(sets[index % len(sets)]),
         "grouped_mm": lambda index: theirs(sets[index % len(sets)].rows),
@@ -518,24 +519,24 @@ def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
         offsets = torch.empty(case.experts, dtype=torch.int32, device="meta")
         if form == "wgrad":
             gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
-            call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
+            call = op_for(None, "ragged_k").checked(x.mT, gradient, (offsets,), {}, None, None)
         elif form in SUMS:
             w, blocks = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT, form == "blocks"
             steps = -(-k // BLOCK)
             of_x = (case.tokens, steps) if blocks else (case.tokens,)
             of_w = (case.experts, -(-n // BLOCK), steps) if blocks else (case.experts, n)
             scales = torch.empty(of_x, device="meta"), torch.empty(of_w, device="meta")
-            op, math = scaled_grouped_op(not blocks, not blocks, None, blocks), SUMS[form]
+            op, math = op_for(None, "grouped", (not blocks, not blocks, blocks)), SUMS[form]
             op = op if math is None else op.in_math(math)
             call = op.checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
         elif form == "masked":
             w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
             x = torch.empty(case.experts, room(case), k, dtype=DTYPE, device="meta")
-            op = masked_op(None, max(1, round(case.tokens / case.experts)))
+            op = op_for(None, "masked", None, max(1, round(case.tokens / case.experts)))
             call = op.checked(x, w, (offsets,), {}, None, None)
         else:
             w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
-            call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
+            call = op_for(EPILOGUE[epilogue], "grouped").checked(x, w, (offsets,), {}, None, None)
         specs[dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]] = None
     build_many(list(specs))
 
@@ -559,7 +560,7 @@ def run_case(case: Case, epilogue: str) -> dict[str, Any]:
     errors = exact_errors(epilogue, first, results)
     mine = errors.pop("ours")
     assert mine <= 2 * min(errors.values()), f"error is {mine:.2g}, and peers have {errors}"
-    decision = grouped_op(EPILOGUE[epilogue]).plan(first.x, first.w, first.offsets, out=first.out)
+    decision = op_for(EPILOGUE[epilogue], "grouped").plan(first.x, first.w, first.offsets, out=first.out)
     variants: dict[str, Callable[[int], object]] = {"ours": lambda index: ours(epilogue, sets[index % len(sets)])}
     for name, function in peers(epilogue).items():
         variants[name] = lambda index, f=function: f(sets[index % len(sets)])

@@ -26,7 +26,8 @@ import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue
-from cutlass_ops.run import named, ops, reference
+from cutlass_ops.operand import reference
+from cutlass_ops.run import named, ops
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -19,14 +19,16 @@ from typing import Any
 import harness
 import torch
 
+from cutlass_ops.choose import policies
 from cutlass_ops.choose.dispatch import decide
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Sm80Config, Sm90Config
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run.call import device_of
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tuner.tuning import signature_at
 
@@ -47,7 +49,9 @@ def kernels(problem: Problem) -> list[tuple[KernelSpec, TileOrder, float]]:
     signature = signature_at(builtin.identity.graph, problem, "bf16", "row", "col", None, device)
     decision = decide(signature, device, problem)
     assert decision is not None
-    every = [decision.candidates()[0], *decision.alternatives()]
+    best = decision.candidates()[0]
+    others = policies.policy(signature, device).every(problem)
+    every = [best, *(c for c in others if c.config != best.config)]
     found = [c for kind in (Sm90Config, Sm80Config) for c in [c for c in every if isinstance(c.config, kind)][:EACH]]
     return [(device.spec(signature, c.config), c.order, c.microseconds) for c in found]
 

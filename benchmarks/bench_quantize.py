@@ -42,8 +42,9 @@ from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.composed import quantized_swiglu
-from cutlass_ops.run import ops, reference, requests
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.call import device_of
+from cutlass_ops.run import ops, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 PARTS = ("gate", "tensor")
@@ -97,8 +98,8 @@ class Gate:
 
     def __init__(self, math: Math, m: int, n: int, k: int, device: str = "cuda") -> None:
         self.math: Math = math
-        self.x, self.scale_x = co.quantize(torch.randn(m, k, device=device), "e4m3", block=None)
-        self.w, self.scale_w = co.quantize(torch.randn(2 * n, k, device=device) / k**0.5, "e4m3", block=None)
+        self.x, self.scale_x = co.Scaled.quantize(torch.randn(m, k, device=device), "e4m3", block=None)
+        self.w, self.scale_w = co.Scaled.quantize(torch.randn(2 * n, k, device=device) / k**0.5, "e4m3", block=None)
         self.n = n
         self.out = {
             "d": torch.empty(m, n, dtype=E4M3, device=device),
@@ -118,12 +119,14 @@ class Gate:
 
     def gemm(self) -> Any:
         """Multiply alone."""
-        return co.scaled_gemm(self.x, self.w.t(), self.scale_x, self.scale_w, out=self.products, math=self.math)
+        return co.gemm(
+            co.Scaled(self.x, self.scale_x), co.Scaled(self.w.t(), self.scale_w), out=self.products, math=self.math
+        )
 
     def separate(self) -> Any:
         """Quantise by a kernel of its own."""
         h = co.gemm(self.x, self.w[: self.n].t(), epilogue=swiglu_alone, math=self.math, **self.inputs())
-        return co.quantize(h, "e4m3", out=self.out)
+        return co.Scaled.quantize(h, "e4m3", out=self.out)
 
     def scaled_mm(self, then: Any) -> Any:
         """Multiply by PyTorch, and go on with a compiled function."""
@@ -212,7 +215,7 @@ def build_ahead(gates: Iterable[Sequence[Any]], kernels: int) -> None:
     for gate in gates:
         x = Gate(*gate, "meta")
         others |= dict.fromkeys(further(x, kernels))
-        of_gate = requests.requested(co.scaled_gemm, x.x, x.w.t(), x.scale_x, x.scale_w, math=x.math)
+        of_gate = requests.requested(co.gemm, co.Scaled(x.x, x.scale_x), co.Scaled(x.w.t(), x.scale_w), math=x.math)
         calls.append((of_gate.op, of_gate.arguments))
         calls += [
             (ops.op(epilogue).in_math(x.math), (x.x, x.w[: x.n].t(), *x.inputs().values()))
@@ -239,15 +242,15 @@ def run_tensor(m: int, n: int, dtype: str, block: int | None) -> dict[str, Any]:
     x, out, *_ = sets[0]
     for each in out.values():
         each.fill_(float("nan"))
-    found = co.quantize(x, "e4m3", block, out=out)
+    found = co.Scaled.quantize(x, "e4m3", block, out=out)
     quotient, wanted = reference.quantized(x.float(), E4M3, block)
-    assert torch.equal(found.d_scale.view(m, -1) if block is None else found.d_scale, wanted)
-    assert torch.equal(found.d.view(torch.uint8), reference.rounded(quotient, E4M3).view(torch.uint8))
+    assert torch.equal(found.scale.view(m, -1) if block is None else found.scale, wanted)
+    assert torch.equal(found.values.view(torch.uint8), reference.rounded(quotient, E4M3).view(torch.uint8))
     then = harness.compiled(quantised if block else quantised_rows)
 
     def ours(index: int) -> object:
         x, out, *_ = sets[index % count]
-        return co.quantize(x, "e4m3", block, out=out)
+        return co.Scaled.quantize(x, "e4m3", block, out=out)
 
     def copy(index: int) -> object:
         *_, source, to = sets[index % count]

@@ -28,12 +28,13 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.config import Means
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run import norms, ops
-from cutlass_ops.run.call import device_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 SETS = {"grid": shapes.NORMS, "unseen": shapes.UNSEEN_NORMS}
@@ -55,7 +56,7 @@ class Inputs:
     weight: Tensor
     gamma: Tensor
     out: Tensor
-    prepared: co.PreparedWeight
+    prepared: co.types.PreparedWeight
     statistic: co.RowStatistic
 
     @classmethod

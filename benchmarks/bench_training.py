@@ -3,6 +3,8 @@
     python benchmarks/bench_training.py --out benchmarks/results/training_h100.json
     python benchmarks/bench_training.py --layers linear_gelu --shapes 4096x14336x4096 --out /tmp/r.json
     python benchmarks/bench_training.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows and variants
+    python benchmarks/bench_training.py --sets small --out /tmp/small.json          # stops after 8 minutes
+    python benchmarks/bench_training.py --sets drawn --seed 811b0248 --out /tmp/drawn.json
 
 A step computes the layer, and the gradients of its input and of all parameters, which are BF16. `recompute` is the
 fused module under ``co.recompute()``, `ours_compiled` the fused module under torch.compile. `liger` is left out where
@@ -12,6 +14,10 @@ Each row: {"layer", "m", "n", "k", "error_over_eager", "ms": {name: ms}, "over_o
 "peak_mib": {name: MiB}, "launches": {name: number}}. The error is the largest over the result and all gradients, in
 FP64. Peak memory is that of one step, without the parameters and inputs. A step's kernels, copies and fills are its
 launches.
+
+"ms" are times in CUDA graphs. The small shapes also have "loop_ms" of steps one after the other, as the host enqueues
+them, and "step_ms" of steps that are each waited for; each has its ratios, "loop_over_ours" and "step_over_ours". The
+drawn shapes have "step_ms" alone. They are in no table: a commit that is newer than the tables is the seed.
 
 torch.compile takes minutes for a layer. With ``--skip compile`` and ``--resume`` later, the variants that rows lack are
 measured in alternation with ours once more. So a row's ratios may be of several runs, each with its own rounds of ours;
@@ -23,6 +29,9 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import random
+import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,13 +41,15 @@ import harness
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from trained_layers import DTYPE, PLAIN, decoder, module_of, operands
 
 import cutlass_ops as co
+from cutlass_ops.base import programs, resources
+from cutlass_ops.choose import tables
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.recorded import PlainCall, calls_of
 from cutlass_ops.tuner.timing import expected_us, rotation
 
-DTYPE = torch.bfloat16
 PEERS = ("recompute", "ours_compiled", "eager", "compile", "liger")
 # M×N×K of layers. The first is the one that is quoted; the others are layers of GPT-2, Llama and Qwen.
 SHAPES = {
@@ -51,6 +62,12 @@ SHAPES = {
     "swiglu": ((4096, 14336, 4096), (8192, 14336, 4096), (4096, 12288, 4096), (8192, 8192, 2048)),
     "decoder": ((4096, 14336, 4096), (8192, 14336, 4096)),
 }
+# Steps so short that the host matters.
+SMALL = ((512, 3072, 768), (1024, 2816, 1024), (2048, 4096, 1024))
+DRAWN = 12
+_TOGETHER = 8  # layers whose kernels are compiled together
+# How steps are timed, in the order of `--sets`: in CUDA graphs, enqueued in a loop, and one by one.
+HOW: dict[str, tuple[str, ...]] = {"large": ("graph",), "small": ("graph", "loop", "step"), "drawn": ("step",)}
 
 Gradients = Sequence[Tensor]
 Layer = Callable[[Tensor], Tensor]
@@ -64,42 +81,6 @@ class Variants(NamedTuple):
     plain: Callable[[nn.Module, Tensor], Tensor]
 
 
-# ---- The layers in PyTorch, of the fused modules' parameters ---------------------------------------------------------
-
-
-def plain_linear(m: Any, x: Tensor) -> Tensor:
-    """Compute a linear layer with GELU."""
-    return F.gelu(F.linear(x, m.weight, m.bias))
-
-
-def plain_mlp(m: Any, x: Tensor) -> Tensor:
-    """Compute two linear layers with GELU between them."""
-    return F.linear(plain_linear(m.fc1, x), m.fc2.weight, m.fc2.bias)
-
-
-def plain_swiglu(m: Any, x: Tensor) -> Tensor:
-    """Compute a gated MLP."""
-    return F.linear(F.silu(F.linear(x, m.gate_proj.weight)) * F.linear(x, m.up_proj.weight), m.down_proj.weight)
-
-
-def plain_decoder(m: Any, x: Tensor) -> Tensor:
-    """Compute a decoder layer."""
-    return _decoder(m, x, plain_swiglu)
-
-
-def _decoder(m: Any, x: Tensor, mlp: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    attention, normed = m.self_attn, m.input_layernorm(x)
-    heads = [
-        F.linear(normed, p.weight).unflatten(-1, (-1, attention.head_dim)).transpose(-3, -2)
-        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-    ]
-    cos, sin = (t.unsqueeze(-3) for t in attention._angles(x.shape[-2], x))
-    query, key = (h * cos + torch.cat((-h.chunk(2, -1)[1], h.chunk(2, -1)[0]), -1) * sin for h in heads[:2])
-    attended = F.scaled_dot_product_attention(query, key, heads[2], is_causal=True, enable_gqa=attention.is_grouped)
-    y = x + F.linear(attended.transpose(-3, -2).flatten(-2), attention.o_proj.weight)
-    return y + mlp(m.mlp, m.post_attention_layernorm(y))
-
-
 def _liger_swiglu(m: Any, x: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -108,29 +89,16 @@ def _liger_swiglu(m: Any, x: Tensor) -> Tensor:
 
 
 def _liger_decoder(m: Any, x: Tensor) -> Tensor:
-    return _decoder(m, x, _liger_swiglu)
+    return decoder(m, x, _liger_swiglu)
 
 
-_PLAIN = {"linear_gelu": plain_linear, "mlp": plain_mlp, "swiglu": plain_swiglu, "decoder": plain_decoder}
 _LIGER = {"swiglu": _liger_swiglu, "decoder": _liger_decoder}
-
-
-def module_of(layer: str, n: int, k: int, **draw: Any) -> nn.Module:
-    """Return a fused module. Llama's heads have 128 columns, and 4 share keys and values."""
-    if layer == "linear_gelu":
-        return co.nn.Linear(k, n, activation="gelu", **draw)
-    if layer == "mlp":
-        return co.nn.MLP(k, n, **draw)
-    if layer == "swiglu":
-        return co.nn.GatedMLP(k, n, **draw)
-    heads = max(k // 128, 4)
-    return co.nn.DecoderBlock(k, n, heads, heads // 4, **draw)
 
 
 def variants(layer: str, n: int, k: int, peers: Sequence[str], **draw: Any) -> Variants:
     """Return a layer's variants: `ours` and some peers."""
     torch.manual_seed(0)
-    module, plain = module_of(layer, n, k, **draw), _PLAIN[layer]
+    module, plain = module_of(layer, n, k, **draw), PLAIN[layer]
 
     def recomputing(x: Tensor) -> Tensor:
         with co.recompute():
@@ -200,7 +168,66 @@ def peak_mib(layer: Layer, parameters: Sequence[Tensor], x: Tensor, grad: Tensor
     raise RuntimeError("each of five steps left memory behind: what one takes is not known")
 
 
-def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[str, Any]:
+def drawn(seed: str) -> tuple[tuple[int, int, int], ...]:
+    """Draw shapes that are in no table, with 2,048 to 16,384 rows, by the hash of a commit.
+
+    Raises
+    ------
+    SystemExit
+        If there is no such commit.
+    """
+    if re.fullmatch("[0-9a-f]{40}", seed) is None:
+        status, said = programs.ask(["git", "-C", str(Path(__file__).parent), "rev-parse", seed], 30.0)
+        seed = said.strip()
+        if status != 0:
+            raise SystemExit(f"{seed}: pass a commit of this repository, or all 40 digits of its hash")
+    known = {p.problem.extents[:3] for path in resources.tuned().glob("*.json") for p in tables.load(path).points}
+    draw, found = random.Random(int(seed, 16)), list[tuple[int, int, int]]()
+    while len(found) < DRAWN:
+        m, k = round(2 ** draw.uniform(8, 11)) * 8, round(2 ** draw.uniform(3.6, 6.6)) * 64
+        n = round(draw.uniform(1.5, 4) * k / 64) * 64
+        if not known & {(m, n, k), (m, k, n)}:
+            found.append((m, n, k))
+    return tuple(found)
+
+
+def shapes(layer: str, which: str, seed: str) -> tuple[tuple[int, int, int], ...]:
+    """Return the shapes of a layer in a set. Decoder layers are long, and only in the first."""
+    if which == "large":
+        return SHAPES[layer]
+    if layer == "decoder":
+        return ()
+    return SMALL if which == "small" else drawn(seed)
+
+
+def compare(runs: dict[str, Callable[[int], object]], how: str, expected_us: float) -> dict[str, Any]:
+    """Time variants in turns; return milliseconds, and the others' times over the first one's, with the way's name."""
+    if how == "graph":
+        return harness.compare(runs, expected_us)
+    names, times = list(runs), {name: list[float]() for name in runs}
+    count = max(5, min(100, round(5e4 / expected_us)))
+    for number in range(harness.ROUNDS + 1):
+        random.Random(number).shuffle(names)
+        for name in names:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for index in range(count):
+                runs[name](index)
+                if how == "step":
+                    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) / count * 1e3)
+    timings = {name: harness.Timing(tuple(each[1:])) for name, each in times.items()}
+    ours, *others = runs
+    return {
+        f"{how}_ms": {name: round(timing.median, 5) for name, timing in timings.items()},
+        f"{how}_over_ours": {name: harness.ratios(timings[ours], timings[name]) for name in others},
+    }
+
+
+def run_case(
+    layer: str, m: int, n: int, k: int, peers: Sequence[str], ways: Sequence[str] = ("graph",)
+) -> dict[str, Any]:
     """Check and time one layer."""
     found = variants(layer, n, k, peers, device="cuda", dtype=DTYPE)
     parameters = list(found.module.parameters())
@@ -215,32 +242,28 @@ def run_case(layer: str, m: int, n: int, k: int, peers: Sequence[str]) -> dict[s
         for name, each in found.layers.items()
     }
     runs = {name: lambda i, each=each: step(each, parameters, *sets[i % count]) for name, each in found.layers.items()}
-    # Forward and two gradients multiply each weight once.
+    expected = 3 * expected_us(Problem(m, max(size // k, 1), k))  # forward and two gradients read each weight once
     return {
         "layer": layer, "m": m, "n": n, "k": k,
         "error_over_eager": round(worst, 3),
-        **harness.compare(runs, 3 * expected_us(Problem(m, max(size // k, 1), k))),
+        **{key: x for how in ways for key, x in compare(runs, how, expected).items()},
         "peak_mib": memory,
         "launches": launches,
     }  # fmt: skip
 
 
 # What a row has for each variant, ours among them in all but the ratios.
-_OF_VARIANTS = ("ms", "over_ours", "peak_mib", "launches")
+_OF_VARIANTS = (
+    *("ms", "over_ours", "loop_ms", "loop_over_ours", "step_ms", "step_over_ours"),
+    *("peak_mib", "launches"),
+)
 
 
 def joined(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Return a row with the variants that a later one has besides."""
-    known = {key: row.get(key, {}) for key in _OF_VARIANTS}
-    more = {key: {n: x for n, x in later[key].items() if n not in known[key]} for key in _OF_VARIANTS}
-    return {**row, **{key: {**known[key], **more[key]} for key in _OF_VARIANTS}}
-
-
-def operands(layer: str, m: int, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return a layer's input and the gradient of its result. A decoder layer's rows are one sequence."""
-    rows, of_d = (1, m) if layer == "decoder" else (m,), n if layer == "linear_gelu" else k
-    x = torch.randn(*rows, k, device=device, dtype=DTYPE).requires_grad_()
-    return x, torch.randn(*rows, of_d, device=device, dtype=DTYPE)
+    known = {key: row.get(key, {}) for key in _OF_VARIANTS if key in later}
+    more = {key: {n: x for n, x in later[key].items() if n not in known[key]} for key in known}
+    return {**row, **{key: {**known[key], **more[key]} for key in known}}
 
 
 def calls(layer: str, m: int, n: int, k: int) -> list[PlainCall]:
@@ -266,29 +289,44 @@ def main() -> None:
     """Run all layers and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--sets", nargs="+", default=["large", "small"], choices=list(HOW))
+    parser.add_argument("--seed", default="", metavar="COMMIT", help="by which shapes are drawn")
     parser.add_argument("--shapes", nargs="+", default=None, metavar="MxNxK", help="only these")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
+    parser.add_argument("--limit", type=float, default=450.0, help="begin no layer after this many seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head = harness.begin()
+    if "drawn" in args.sets and not args.seed:
+        parser.error("--seed is missing")
+    begin, head = time.monotonic(), harness.begin()
     rows: dict[tuple[str, int, int, int], dict[str, Any]] = {}
     for row in harness.measured(args.resume, head):
         _add(rows, row)
     wanted = None if args.shapes is None else {tuple(map(int, shape.split("x"))) for shape in args.shapes}
-    cases = [(layer, *shape) for layer in args.layers for shape in SHAPES[layer] if wanted is None or shape in wanted]
+    cases = {
+        (layer, *shape): HOW[which]
+        for which in args.sets
+        for layer in args.layers
+        for shape in shapes(layer, which, args.seed)
+        if wanted is None or shape in wanted
+    }
     peers = {
-        case: [p for p in peers_of(case[0], args.skip) if p not in rows.get(case, {}).get("ms", ())] for case in cases
+        case: [p for p in peers_of(case[0], args.skip) if p not in rows.get(case, {}).get("launches", ())]
+        for case in cases
     }
     left = [case for case in cases if case not in rows or peers[case]]
-    build_ahead(left)
 
     def save() -> None:
         harness.save(args.out, {**head, "rows": list(rows.values())})
 
     save()
-    for case in left:
-        row = run_case(*case, peers[case])
+    for at, case in enumerate(left):
+        if time.monotonic() - begin > args.limit:
+            break
+        if at % _TOGETHER == 0:
+            build_ahead(left[at : at + _TOGETHER])
+        row = run_case(*case, peers[case], cases[case])
         print(row, flush=True)
         _add(rows, row)
         save()

@@ -106,10 +106,11 @@ def _out_dtype(case: str) -> torch.dtype:
 def request(case: str, x: Inputs) -> requests.Request:
     """Return the op that a user's call is, and its arguments."""
     element, follows, _ = case.split()
-    op = {"plain": co.gemm, "sums": co.gemm, "bias_relu": co.gemm_bias_relu, "scaled": co.scaled_gemm}[follows]
+    op = co.gemm_bias_relu if follows == "bias_relu" else co.gemm
     named: dict[str, Any] = {"math": element} if element in MATHS else {}
     named |= {"out_dtype": torch.int32} if follows == "sums" else {}
-    return requests.requested(op, x.a, x.b, *x.others, **named)
+    operands = map(co.Scaled, (x.a, x.b), x.others) if follows == "scaled" else (x.a, x.b, *x.others)
+    return requests.requested(op, *operands, **named)
 
 
 # ---- Peers -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import tomllib
 
+from cutlass_ops.base import env
+
 PLAN = Path(__file__).with_suffix(".toml")
 ROOT = Path(__file__).parents[1]
 _POLL = 0.2  # seconds
@@ -62,14 +64,15 @@ class Running:
     def __init__(self, job: Job, gpus: list[int], out: Path, limit: float, processors: set[int]) -> None:
         self.job, self.gpus, self.log = job, gpus, out / f"{job.name}.log"
         self.began, self.ends = time.monotonic(), time.monotonic() + min(job.seconds, limit)
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONUNBUFFERED": "1"}
+        shared = {"CI_KERNELS": str(env.cache_dir())}  # tests use the kernels of benchmarks
+        gpu = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONUNBUFFERED": "1"}
         with self.log.open("w") as log:
             program, *arguments = shlex.split(job.command.format(out=out))
             self.process = subprocess.Popen(
                 [sys.executable if program == "python" else program, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=shared | os.environ | gpu,
                 cwd=ROOT,
                 start_new_session=True,
                 preexec_fn=lambda: os.sched_setaffinity(0, processors),

@@ -67,7 +67,9 @@ def main() -> None:
     table = given[0]
     device = Device((9, 0), table.multiprocessors, table.device)
     listed = [c for each in given for c in each.kernels]
-    policy = policies.Policy.of(given, table.signature, device, [*listed, *space.usual(table.signature).configs])
+    policy = policies.Policy.of(
+        given, table.signature, device, [*listed, *space.usual(table.signature, device).configs]
+    )
     problems = [Problem(*s) for s in (*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn))]
     times = policy.expected(problems).times
     losses = np.log(times / times.min(1, keepdims=True))

@@ -40,7 +40,7 @@ def build(jobs: int) -> None:
         co.Sm90Config(tile(64, 64, 128), schedule="warp_specialized", swap_ab=True),
         co.Sm90Config(tile(64, 8, 256), schedule="warp_specialized", swap_ab=True),
         co.Sm80Config(tile(128, 128, 32), co.WarpShape(64, 64, 32), stages=3),
-        co.GemvConfig(4, 8, 8),
+        co.types.GemvConfig(4, 8, 8),
     ]
 
     @co.epilogue

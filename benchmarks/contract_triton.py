@@ -29,8 +29,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cutlass_ops.base.tensor_cores import ARCHITECTURES
 from cutlass_ops.tools.contract.predicting import contract
+from cutlass_ops.tools.contract.tensor_cores import ARCHITECTURES
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # What `contract` calls types and what Triton does; how a kernel of each adds up and stores.

@@ -26,16 +26,16 @@ from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.spreads import Groups
-from cutlass_ops.run import groups
-from cutlass_ops.run.call import signature_of
-from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.operand import groups
+from cutlass_ops.operand.call import signature_of
+from cutlass_ops.run.gemm import op_for
 
 
 def signature(device: Device) -> OpSignature:
     """Return the signature of calls without an epilogue."""
     x, w = (torch.empty(*shape, dtype=DTYPE, device="meta") for shape in ((64, 64), (4, 64, 64)))
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
-    return signature_of(grouped_op(None).checked(x, w.mT, (offsets,), {}, None, None), device)
+    return signature_of(op_for(None, "grouped").checked(x, w.mT, (offsets,), {}, None, None), device)
 
 
 def predicted(kernels: tuple[Config, ...], row: dict[str, Any], device: Device) -> dict[str, float]:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Table
-from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.gemv import model as model_gemv
+from cutlass_ops.kinds.gemv.config import GemvConfig
 from cutlass_ops.kinds.gemv.model import H100, Numbers
 
 # {problem: {kernel: microseconds}}, with the problems of each table kept apart.

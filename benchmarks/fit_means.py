@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_ops.choose import format2
-from cutlass_ops.declare.config import Means, Sm90Config, config_from_json
+from cutlass_ops.declare.config import Means, config_from_json
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
 # Larger errors are outliers.
@@ -55,9 +55,7 @@ class Measured:
         """Return a sweep's measurements of a way."""
         found = []
         for row in rows:
-            # Older sweeps have the order of tiles among the fields of the configuration.
-            given = (row["config"], row["order"]) if "order" in row else format2.parted(row["config"])
-            config, order = config_from_json(given[0]), TileOrder.from_json(given[1])
+            config, order = config_from_json(row["config"]), TileOrder.from_json(row["order"])
             problem = Problem(row["m"], row["n"], row["k"])
             assert isinstance(config, Sm90Config)
             if way in row["us"] and (way != "beside" or not _rows_first(config, order, problem)):

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from cutlass_ops.choose import tables
-from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 from cutlass_ops.kinds.sm90.model import Floats
 
 Entry = tuple[Sm90Config, bool]  # a kernel, and whether its tiles were ordered by GPC

@@ -20,10 +20,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80 import space as space_sm80
+from cutlass_ops.kinds.sm80.config import Sm80Config
 from cutlass_ops.kinds.sm80.model import Costs
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.bundle import manifest_of
-from cutlass_ops.base import env
+from cutlass_ops.base import env, programs
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import Background
@@ -30,7 +30,7 @@ from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.run.call import device_of, signature_of
+from cutlass_ops.operand.call import device_of, signature_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.ship.packing import packed
@@ -145,7 +145,7 @@ def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
 
 
 def begin() -> dict[str, Any]:
-    """Have calls wait for the kernels that they choose, so that no stand-in is timed; return :func:`environment`.
+    """Have calls wait for the kernels that they choose, so that PyTorch serves none; return :func:`environment`.
 
     Nothing is compiled in the background: that would take processors from the kernels that are waited for.
     """
@@ -165,6 +165,18 @@ def about(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cutlass_ops": co.__version__,
     }
+
+
+def commit() -> str | None:
+    """Return this repository's commit, with "+" if files differ from it; None where git does not say."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        (status, head), (_, changes) = (
+            programs.ask([*git, *what], 30.0) for what in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except OSError:
+        return None
+    return head.strip() + "+" * bool(changes.strip()) if status == 0 else None
 
 
 def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:

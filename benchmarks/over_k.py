@@ -20,11 +20,11 @@ import harness
 import torch
 from torch import Tensor
 
-from cutlass_ops.choose import dispatch
+from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.requests import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -54,7 +54,8 @@ def kernel(asked: Request, device: Device) -> KernelSpec:
     decision = dispatch.decide(signature, device, Problem(call.problem.m, call.problem.n, _CHOSEN_AT))
     if decision is None:
         raise SystemExit(dispatch.unserved(asked.op.name, signature, device))
-    every = (decision.config, *(each.config for each in decision.alternatives()))
+    others = policies.policy(signature, device).every(decision.problem)
+    every = (decision.config, *(each.config for each in others))
     return device.spec(signature, next(config for config in every if config.whole_k))
 
 

@@ -31,11 +31,12 @@ from tune_tables import SHAPES
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Point
-from cutlass_ops.declare.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ClusterShape, Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spelling import problems_of
 from cutlass_ops.kinds import legality
-from cutlass_ops.run.call import device_of
+from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.measuring import Measurer
 

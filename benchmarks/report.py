@@ -1,83 +1,115 @@
-"""Writes docs/performance.md, its plots and README.md's table of speed from the raw results.
+"""Writes docs/performance.md, its data and picture, and README.md's table of speed, from the raw results.
 
-    python benchmarks/report.py                                        # all of benchmarks/results
-    python benchmarks/report.py /tmp/gemm_a.json --host --compile --out /tmp/report.md    # one file and nothing else
+    python benchmarks/report.py            # from all of benchmarks/results
+    python benchmarks/report.py --check    # writes nothing, and fails if something is not up to date
 
-Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml.
-stale.json says how many kernels no longer serve. README.md is written only together with docs/performance.md.
-A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of bench_gemm.py may lack "layout" and "set".
+Needs Python 3.11 or later (tomllib), matplotlib for the picture, and no GPU. PARTS says which results are told, causes
+of losses are in causes.toml, aims in report_aims.py. stale.json says how many kernels no longer serve.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
-import os
-import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from report_plots import (
-    Figure,
-    draw,
-    figures,
-    overview_figure,
-    plot_path,
-    ratio_figure,
-    roofline_figure,
-    roofline_text,
-)
-from report_results import (
-    Case,
-    Extents,
-    Line,
-    Result,
-    Row,
-    about,
-    case,
-    cause,
-    free,
-    losses,
-    problem,
-    read,
-    read_causes,
-    shape,
-    summary,
-    weights,
-)
+import report_aims
+import report_host
+import report_plots
+from report_results import Case, Part, Row, cause, read_all, read_causes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CAUSES = ROOT / "benchmarks" / "causes.toml"
 STALE = ROOT / "benchmarks" / "stale.json"
-OUT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
+OUT = ROOT / "docs" / "performance.md"
+DATA = ROOT / "docs" / "performance" / "shapes.csv"
+PICTURE = ROOT / "docs" / "performance" / "overview.svg"
 
+# README.md has its table between these.
+MARKS = "<!-- speed: written by benchmarks/report.py -->", "<!-- speed ends -->"
+README_CASES = ("gemm_bf16_h100", "gemm_unseen_h100", "gemm_unseen_plain_h100")
+PICTURED = (
+    "gemm_bf16_h100", "gemm_f16_h100", "gemm_gelu_h100", "gemm_silu_h100", "gemm_plain_h100", "gemm_unseen_h100",
+    "gemm_unseen_silu_h100", "gemm_unseen_plain_h100", "gemm_last_h100", "gemm_last_plain_h100",
+)  # fmt: skip
+
+_PEERS = ("eager", "eager_one_linear", "compile", "liger")
+_GEMM = ("op", "dtype", "layout", "set")
+
+PARTS = (
+    Part("GEMMs", "gemm_*", fields=_GEMM),
+    Part("Norms and gates", "rmsnorm_h?00", "RMSNorm + GEMM, grid", peers=_PEERS),
+    Part("Norms and gates", "rmsnorm_unseen_*", "RMSNorm + GEMM, unseen", peers=_PEERS),
+    Part("Norms and gates", "swiglu_h100", "SwiGLU, grid", peers=_PEERS),
+    Part("Norms and gates", "swiglu_unseen_*", "SwiGLU, unseen", peers=_PEERS),
+    Part("FP8", "fp8_fast_*", "fast sums", ("scales",)),
+    Part("FP8", "fp8_promoted_*", "promoted sums", ("scales",)),
+    Part("FP8", "fp8_blocks_*", "promoted sums", ("scales",)),
+    Part("FP8", "gates_*", "quantised SwiGLU", ("math",), ("scaled_mm",)),
+    Part("FP8", "gates_*", "quantised SwiGLU, over two kernels of ours", ("math",), ("separate",)),
+    Part("FP8", "quantize_h200", "quantising a tensor", (), ("compile",), ("part", "tensor")),
+    Part("FP8", "quantize_h200", "quantising a tensor, over a copy", (), ("copy",), ("part", "tensor")),
+    Part("FP8", "fp8_layer_h?00", "decoder layer", (), ("rowwise",)),
+    Part("FP8", "fp8_layer_h?00", "decoder layer, over ours in BF16", (), ("bf16",)),
+    Part("Groups of rows", "grouped_h?00", "BF16", ("groups",)),
+    Part("Groups of rows", "grouped_fp8_*", "FP8, fast sums", ("groups",)),
+    Part("Groups of rows", "grouped_promoted_*", "FP8, promoted sums", ("groups",)),
+    Part("Groups of rows", "wgrad_*", "gradient of the weights", ("groups",)),
+    Part("Groups of rows", "moe_h?00", "mixture of experts", ("model",), ("compile", "batched")),
+    Part("Groups of rows", "moe_64_*", "mixture of experts", ("model",), ("compile",)),
+    Part("Other types and batches", "types_h200", fields=("case",)),
+    Part("Other types and batches", "types_all_h200", fields=("case",)),
+    Part("Other types and batches", "batched_*", "batches", ("epilogue",)),
+    Part("Layers and programs", "layer_h100", "decoder layer, BF16", (), _PEERS),
+    Part("Layers and programs", "training_h200", "training step", ("layer",), _PEERS),
+    Part("Layers and programs", "language_h100", "epilogue program", ("program",), _PEERS),
+)
 
 INTRODUCTION = """\
 # Performance
 
 <!-- Written by benchmarks/report.py from benchmarks/results. Do not edit: change those, and run it again. -->
 
-This page compares our GEMMs with fused epilogues with other implementations of the same computation, the *peers*.
+**A ratio is the time of the fastest other implementation over ours: above 1, ours is faster.** Its columns:
 
-**A ratio is the peer's time over ours: above 1, ours is faster.**
+- *against*: what was measured beside ours ([below](#how-it-is-measured)).
+- *mean*: the geometric mean over the shapes. *worst*: the lowest ratio, and its shape (M×N×K).
+- *losses*: the shapes with a ratio below 1.
 
-How a ratio is measured:
+[shapes.csv](performance/shapes.csv) has every shape with kernel, times, range over the rounds, and the cause of a loss.
+The link of a case leads to its raw results.
 
-- Each call is captured in a CUDA graph, so host time is not part of it.
+## Summary
+"""
+
+PICTURE_TEXT = "![Every ratio of GEMMs on an H100](performance/overview.svg)"
+
+METHOD = """\
+## How it is measured
+
+- Each call is captured in a CUDA graph, so host time is not part of it. Training steps are launched one by one.
 - Inputs rotate, so the L2 cache is not warm.
-- Each round replays ours and all peers, in random order.
-- The ratio of a shape is the one to the peer with the lowest median time there.
-- A ratio is formed within a round. Tables give the median over the rounds, and the range.
-- So a ratio is not exactly the quotient of the two median times.
+- Each round replays ours and all others, in random order. Ratios are formed within a round, and the median counts.
+- Results are checked against float64 first.
 
-| Peer | What it runs |
+| Against | What it runs |
 | --- | --- |
-| `cublaslt` | `torch._addmm_activation`: cuBLASLt's epilogue of bias and activation. A second kernel adds a residual. |
-| `eager` | One PyTorch operation after another. A plain GEMM is then one call of cuBLAS. |
-| `compile` | `torch.compile` of these operations, with max-autotune. |
+| `eager` | one PyTorch operation after another; a plain GEMM is then one call of cuBLAS |
+| `cublaslt` | `torch._addmm_activation`: cuBLASLt's epilogue of bias and activation |
+| `compile` | `torch.compile` of the PyTorch operations, with max-autotune; of transformers' block for experts |
+| `eager_one_linear` | both weights of SwiGLU multiplied at once, and then gated |
+| `scaled_mm`, `scaled_mm_fast` | `torch._scaled_mm` without and with fast sums |
+| `recipes` | `torch.nn.functional.scaled_mm` |
+| `rowwise` | the layer with dynamic row scales, compiled |
+| `grouped_mm` | `torch._grouped_mm`, `torch._scaled_grouped_mm` |
+| `bmm`, `baddbmm`, `bmm_relu`, `batched` | `torch.bmm` and what follows it |
+| `liger` | Liger-Kernel |
 
 | Set | Shapes ([shapes.py](../benchmarks/shapes.py)) |
 | --- | --- |
@@ -88,61 +120,24 @@ How a ratio is measured:
 | decode | Weights of 200 MB and more, with up to 64 rows. |
 | misaligned | N or K that is not a multiple of 16 bytes; also N = 1000 and K = 1000, which are multiples. |
 
-*With a free epilogue* is the geometric mean that we would reach if the epilogue took no time. It uses the time of our
-GEMM without an epilogue, from the same rounds. If this is a loss too, the GEMM is its cause, not the epilogue.
-
-– means: not measured.
-
-```bash
-python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; see --help
-python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
-python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without a GPU
-python benchmarks/stale.py  # rows to measure again, since dispatch chooses another kernel; without a GPU
-python benchmarks/report.py  # this document, without a GPU
-```
-
-[NOTES.md](../benchmarks/NOTES.md) records experiments and their results.
+`python benchmarks/report.py` writes this page without a GPU. [CONTRIBUTING.md](../CONTRIBUTING.md) lists the
+benchmarks, and [NOTES.md](../benchmarks/NOTES.md) what they taught.
 """
 
-SUMMARY = """\
-*Kernels changed since* counts the shapes of a result at which dispatch no longer chooses the measured kernel.
+WORST = """\
+## Worst shapes
+
+Every case with a ratio below {limit}, by its worst shape. *Below* counts such shapes.
 """
 
-# README.md has this between its two marks.
-MARKS = "<!-- speed: written by benchmarks/report.py -->", "<!-- speed ends -->"
+AIMS = """\
+## Missed aims
 
+*Reached* has how many shapes reach the aim, and the one that is furthest off. Times of tests and of CI, with
+two missed limits, are in [CONTRIBUTING.md](../CONTRIBUTING.md).
+"""
 
-LINES = (
-    Line("bias + ReLU, BF16", "gemm_bf16_h100"),
-    Line("bias + ReLU, FP16", "gemm_f16_h100"),
-    Line("bias + GELU + residual, BF16", "gemm_gelu_h100"),
-    Line("bias + SiLU, BF16", "gemm_silu_h100"),
-    Line("plain GEMM, BF16", "gemm_plain_h100"),
-    Line("plain GEMM, BF16, row-major weight", "gemm_majors_h100", "row-row"),
-    Line("bias + ReLU, BF16", "gemm_unseen_h100"),
-    Line("bias + SiLU, BF16", "gemm_unseen_silu_h100"),
-    Line("plain GEMM, BF16", "gemm_unseen_plain_h100"),
-    Line("bias + ReLU, BF16", "gemm_last_h100"),
-    Line("plain GEMM, BF16", "gemm_last_plain_h100"),
-)
-
-
-def others(name: str) -> str | None:
-    """Return a sentence on how many of a result's kernels are no longer chosen, by stale.py; empty if none."""
-    counted = _counted(name)
-    if not counted["others"]:
-        return None
-    return f"Dispatch now chooses another kernel at {share(counted['others'], counted['rows'])} of these shapes."
-
-
-def changed(name: str) -> str:
-    """Return the same number as a table's cell."""
-    counted = _counted(name)
-    return f"{counted['others']} of {counted['rows']}" if counted["others"] else "–"
-
-
-def _counted(name: str) -> dict[str, int]:
-    return json.loads(STALE.read_text()).get(name, {"others": 0})
+_LIMIT = 0.95
 
 
 # ---- Markdown
@@ -154,84 +149,133 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], text: Sequ
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in [header, rule, *rows])
 
 
-def share(part: int, whole: int) -> str:
-    """Return a part as numbers and per cent."""
-    return f"{part} of {whole} ({100 * part / whole:.0f}%)"
+def folded(summary: str, text: str) -> str:
+    """Return text that a click unfolds."""
+    return f"<details markdown><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
-def microseconds(ms: float | None) -> str:
-    """Return a time as text; a peer that was not measured has none."""
-    return "–" if ms is None else f"{ms * 1e3:.2f}"
+def raw(result: str, text: str | None = None) -> str:
+    """Return a link to a file of results."""
+    return f"[{text or result}](../benchmarks/results/{result}.json)"
 
 
-def environment(head: dict[str, Any]) -> str:
-    """Return chip, date and versions of a result, as far as the file has them."""
-    keys = ("driver", "power_limit", "python", "torch", "cuda", "cutlass_ops")
-    parts = [f"`{key}` {head[key]}" for key in keys if key in head]
-    return ", ".join([head["chip"], f"measured on {head['date']}", *parts])
+def short(chip: str) -> str:
+    """Return a chip's name without its maker and memory."""
+    return chip.removeprefix("NVIDIA ").split()[0]
 
 
-def summary_table(cases: dict[Case, list[Row]]) -> str:
-    """Return one line for each case."""
+def _speed(case: Case) -> tuple[object, ...]:
+    worst = f"{case.worst.ratio:.4f} ({case.worst.shape})"
+    return ", ".join(case.peers), len(case.shapes), f"{case.geomean:.4f}", worst, len(case.losses())
+
+
+_SPEED = ("against", "shapes", "mean", "worst", "losses")
+
+
+def group_tables(cases: Sequence[Case]) -> list[str]:
+    """Return a section for each group, with a line for each case."""
+    parts = []
+    for group in dict.fromkeys(part.group for part in PARTS):
+        members = [case for case in cases if case.part.group == group]
+        lines = [(raw(c.result, c.name), short(c.chip), c.date, *_speed(c)) for c in members]
+        header = ("case", "GPU", "date", *_SPEED)
+        cells = table(header, lines, text=("case", "GPU", "date", "against", "worst"))
+        parts += [f"## {group}", folded(f"{len(lines)} cases", cells)]
+        if text := changed({case.result: None for case in members}):
+            parts.append(text)
+    return parts
+
+
+def summary_table(cases: Sequence[Case]) -> str:
+    """Return a line for each group: how many shapes, how many losses, and the worst."""
     lines = []
-    for of, rows in cases.items():
-        found = summary(rows)
-        count, worst = found["shapes"], found["worst"]
-        ones = (share(found[key], count) for key in ("from_1", "from_0.99"))
-        worst_text = f"{worst['ratio_to_best_peer']:.4f} at {shape(worst)}"
-        most = free(rows)
-        means = (f"{found['geomean']:.4f}", "–" if most is None else f"{most:.4f}")
-        lines.append((of.set, of.op, of.dtype, of.layout, count, *means, worst_text, *ones))
-    header = (
-        "set", "op", "dtype", "layout", "shapes", "geometric mean", "with a free epilogue", "worst ratio", "≥ 1.0",
-        "≥ 0.99",
-    )  # fmt: skip
-    return table(header, lines, text=header[:4])
+    for group in dict.fromkeys(part.group for part in PARTS):
+        members = [case for case in cases if case.part.group == group]
+        worst = min(members, key=lambda case: case.worst.ratio)
+        means = [case.geomean for case in members]
+        counts = (len(members), sum(len(c.shapes) for c in members), sum(len(c.losses()) for c in members))
+        at = f"{worst.worst.ratio:.3f} ({worst.name}, {short(worst.chip)}: {worst.worst.shape})"
+        lines.append((f"[{group}](#{anchor(group)})", *counts, f"{min(means):.2f} to {max(means):.2f}", at))
+    header = ("group", "cases", "shapes", "losses", "means of cases", "worst")
+    return table(header, lines, text=("group", "means of cases", "worst"))
 
 
-def overview_table(results: Iterable[Result]) -> str:
-    """Return one line for each case of all results, with its losses."""
+def anchor(heading: str) -> str:
+    """Return a heading's anchor, as GitHub makes it."""
+    return heading.lower().replace(" ", "-")
+
+
+def changed(results: Iterable[str]) -> str:
+    """Return how many kernels of these results are no longer chosen, by stale.py."""
+    counted = json.loads(STALE.read_text())
+    found = [f"{counted[name]['others']} of {counted[name]['rows']} ({name})" for name in results if others(name)]
+    return f"Dispatch now chooses another kernel at some of these shapes: {', '.join(found)}." if found else ""
+
+
+def others(result: str) -> int:
+    """Return at how many of a result's shapes dispatch chooses another kernel now."""
+    return int(json.loads(STALE.read_text()).get(result, {"others": 0})["others"])
+
+
+def worst_table(cases: Iterable[Case], causes: Sequence[Row], limit: float = _LIMIT) -> str:
+    """Return the worst shape of every case that has one below the limit, with its cause."""
     lines = []
-    for result in results:
-        name = f"[{result.name}](#{anchor(title(result))})"
-        for of, rows in result.cases().items():
-            lines.append((name, of.set, of.op, of.dtype, of.layout, *_speed(rows), changed(result.name)))
-    header = ("result", "set", "op", "dtype", "layout", *_SPEED, "kernels changed since")
-    return table(header, lines, text=(*header[:5], "against", "worst"))
+    for case in cases:
+        if found := case.losses(limit):
+            worst, count = found[0], f"{len(found)} of {len(case.shapes)}"
+            name = f"{case.part.group}: {raw(case.result, case.name)}"
+            ratio = f"{worst.ratio:.3f} ({worst.low:.3f} to {worst.high:.3f})"
+            lines.append((name, short(case.chip), count, worst.shape, ratio, worst.peer, cause(causes, worst)))
+    header = ("case", "GPU", "below", "worst shape", "ratio (range)", "against", "cause")
+    return table(header, lines, text=header)
 
 
-_SPEED = ("against", "shapes", "geometric mean", "worst", "losses")
-
-
-def _speed(rows: Sequence[Row]) -> tuple[object, ...]:
-    found = summary(rows)
-    worst = f"{found['worst']['ratio_to_best_peer']:.4f} ({shape(found['worst'])})"
-    return ", ".join(peers(rows)), len(rows), f"{found['geomean']:.4f}", worst, len(losses(rows))
-
-
-def readme_lines(results: Iterable[Result]) -> list[tuple[Line, Result, list[Row]]]:
-    """Return the lines of README.md's table whose results are among these, with their rows."""
-    by_name = {result.name: result for result in results}
+def aims_tables(results: Path) -> list[str]:
+    """Return the missed aims, and those that are reached."""
+    found = [report_aims.cells(aim, results) for aim in report_aims.AIMS]
+    missed = [(what, value, why, raw(file)) for good, (what, value, why, file) in found if not good]
+    reached = [(what, value, raw(file)) for good, (what, value, _, file) in found if good]
+    headers = ("aim", "reached", "cause", "file"), ("aim", "reached", "file")
     return [
-        (line, by_name[line.result], [row for row in by_name[line.result].rows if row["layout"] == line.layout])
-        for line in LINES
-        if line.result in by_name
+        table(headers[0], missed, text=headers[0]),
+        folded(f"{len(reached)} aims that are reached", table(headers[1], reached, text=headers[1])),
     ]
 
 
-def readme_text(results: Iterable[Result]) -> str:
-    """Return what README.md has between its marks: where and when it was measured, the table, and the picture."""
-    found = readme_lines(results)
-    where = {(result.head["chip"], result.head["date"]) for _, result, _ in found}
-    chips = " and ".join(f"{chip}, {date}" for chip, date in sorted(where))
-    cells = [(line.title, rows[0]["set"], *_speed(rows)) for line, _, rows in found]
-    header = ("op", "set", *_SPEED)
-    plot = link(plot_path(overview_figure(found), OUT), README)
+def document(cases: Sequence[Case], causes: Sequence[Row]) -> str:
+    """Return docs/performance.md."""
+    parts = [
+        INTRODUCTION.strip(), summary_table(cases), PICTURE_TEXT,
+        AIMS.strip(), *aims_tables(RESULTS),
+        WORST.format(limit=_LIMIT).strip(), worst_table(cases, causes), *group_tables(cases),
+        *report_host.sections(RESULTS, table, raw), METHOD.strip(),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def shapes_text(cases: Iterable[Case], causes: Sequence[Row]) -> str:
+    """Return shapes.csv: a line for each shape."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    names = ("result", "gpu", "group", "case", "shape", "kernel")
+    writer.writerow((*names, "ours_us", "against", "their_us", "ratio", "low", "high", "cause"))
+    for case in cases:
+        for s in case.shapes:
+            numbers = (f"{s.ours:.2f}", s.peer, f"{s.theirs:.2f}", f"{s.ratio:.4f}", f"{s.low:.4f}", f"{s.high:.4f}")
+            why = cause(causes, s) if s.ratio < 1 else ""
+            writer.writerow((s.result, short(case.chip), case.part.group, s.case, s.shape, s.kernel, *numbers, why))
+    return file.getvalue()
+
+
+def readme_text(cases: Iterable[Case]) -> str:
+    """Return what README.md has between its marks: where and when it was measured, and the table."""
+    found = [case for case in cases if case.result in README_CASES]
+    chips = " and ".join(sorted({f"{case.chip}, {case.date}" for case in found}))
+    rows = [(case.name, *_speed(case)) for case in found]
     return "\n\n".join(
         [
-            f"{chips}. A ratio is the fastest peer's time over ours: above 1, ours is faster.",
-            table(header, cells, text=("op", "set", "against", "worst")),
-            f"![Every ratio of these cases]({plot})",
+            f"{chips}. A ratio is the fastest other implementation's time over ours: above 1, ours is faster.",
+            table(("case", *_SPEED), rows, text=("case", "against", "worst")),
         ]
     )
 
@@ -243,207 +287,40 @@ def with_speed(readme: str, text: str) -> str:
     return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
 
 
-def matrix(rows: Sequence[Row]) -> str:
-    """Return the ratios of each weight over M, losses in bold."""
-    found = {problem(row): row["ratio_to_best_peer"] for row in rows}
-    columns = sorted({row["m"] for row in rows})
-
-    def cell(key: Extents) -> str:
-        if key not in found:
-            return ""
-        # All digits of the file: 0.9999 is a loss, and must not read 1.000.
-        return f"**{found[key]:.4f}**" if found[key] < 1 else f"{found[key]:.4f}"
-
-    lines = [(f"{n}×{k}", *(cell((m, n, k)) for m in columns)) for n, k in weights(rows)]
-    corner = "N×K \\ M"
-    return table((corner, *columns), lines, text=[corner])
-
-
-def peers(rows: Iterable[Row]) -> list[str]:
-    """Return each peer's name once, in order."""
-    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
-
-
-def times_table(rows: Sequence[Row]) -> str:
-    """Return kernels and times of all shapes, folded away."""
-    names = peers(rows)
-    lines = [
-        (f"`{row['kernel']}`", *problem(row), *map(microseconds, (row["ours_ms"], *map(row["peers"].get, names))))
-        for row in rows
-    ]
-    header = ("kernel", "M", "N", "K", "ours, µs", *(f"{name}, µs" for name in names))
-    folded = table(header, lines, text=["kernel"])
-    return f"<details><summary>Kernels and times</summary>\n\n{folded}\n\n</details>"
-
-
-def loss_table(result: Result, entries: Sequence[dict[str, Any]]) -> str:
-    """Return every loss with its cause."""
-    lines = []
-    for row in losses(result.rows):
-        low, high = row["ratio_range"]
-        times = microseconds(row["ours_ms"]), microseconds(row["peers"][row["best_peer"]])
-        ratio = f"{row['ratio_to_best_peer']:.4f}", f"{low:.4f} to {high:.4f}"
-        why = cause(entries, result.name, row)
-        lines.append((case(row), shape(row), row["best_peer"], *times, *ratio, why))
-    header = ("case", "M×N×K", "peer", "ours, µs", "peer's, µs", "ratio", "range over the rounds", "cause")
-    return table(header, lines, text=["case", "M×N×K", "peer", "cause"])
-
-
-def title(result: Result) -> str:
-    """Return the title of a result's section."""
-    return f"{result.name}: {result.head['chip']}, {result.head['date']}"
-
-
-def anchor(heading: str) -> str:
-    """Return a title's anchor, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def link(target: Path, out: Path) -> str:
-    """Return a file's address in a document."""
-    return Path(os.path.relpath(target, out.parent)).as_posix()
-
-
-def image(figure: Figure, out: Path) -> str:
-    """Return the Markdown that shows a figure."""
-    return f"![{figure.title}]({link(plot_path(figure, out), out)})"
-
-
-def section(result: Result, causes: dict[str, list[dict[str, Any]]], out: Path) -> list[str]:
-    """Return the paragraphs of one file of results."""
-    count = len(losses(result.rows))
-    text = about(causes["about"], result)
-    parts = [
-        f"## {title(result)}",
-        f"{environment(result.head)}. Raw results: [{result.path.name}]({link(result.path, out)}).",
-        *(said for said in (text, others(result.name)) if said),
-        summary_table(result.cases()),
-        f"### Losses of {result.name}",
-        f"Ratio below 1, worst first: {share(count, len(result.rows))}.",
-        *([loss_table(result, causes["cause"])] if count else []),
-        f"### Roofline of {result.name}",
-        roofline_text(result),
-        image(roofline_figure(result), out),
-    ]
-    for of, rows in result.cases().items():
-        parts += [f"### {result.name}: {of}", "Ratio of each weight over M; losses are bold.", matrix(rows)]
-        parts += [image(ratio_figure(result, of, rows), out), times_table(rows)]
-    return parts
-
-
-def host_section(path: Path, out: Path) -> list[str]:
-    """Return the paragraphs of one file of bench_host.py."""
-    data = json.loads(path.read_text())
-    rows = data["rows"]
-    problems = [row["problem"] for row in rows]
-    ratios = {
-        "gemm_bias_relu(out=) over F.linear": "out_over_linear",
-        "gemm_bias_relu over F.relu(F.linear)": "no_out_over_linear_relu",
-        "gemm_bias_relu over F.linear": "no_out_over_linear",
+def files() -> dict[Path, str]:
+    """Return every file but the picture, as it should be."""
+    cases, causes = read_all(RESULTS, PARTS), read_causes(CAUSES)
+    return {
+        OUT: document(cases, causes),
+        DATA: shapes_text(cases, causes),
+        README: with_speed(README.read_text(), readme_text(cases)),
     }
 
-    def times(call: str) -> list[str]:
-        return ["{:.2f} ({:.2f} to {:.2f})".format(*row["us"][call]) for row in rows]
 
-    kernels = [(row["problem"], f"`{row['kernel']}`") for row in rows]
-    lines = [(call, *times(call)) for call in rows[0]["us"]]
-    quotients = [(name, *(_quotient(row[key]) for row in rows)) for name, key in ratios.items()]
-    return [
-        f"## Host time: {data['chip']}, {data['date']}",
-        f"{environment(data)}. Raw results: [{path.name}]({link(path, out)}).",
-        "The time to enqueue one warm call, in µs: the median over the rounds, and the range. The problems are too "
-        "small to fill the queue. Here a ratio is our time over the other's, formed within a round: below 1, our call "
-        "costs less. Losses are bold.",
-        table(("problem", "our kernel"), kernels, text=["problem", "our kernel"]),
-        table(("call", *problems), lines, text=["call"]),
-        table(("ratio", *problems), quotients, text=["ratio"]),
-        *forms_tables(data),
-        f"Importing the library and calling one op raises the peak of the process's host memory by "
-        f"{data['host_memory_mib']} MiB. PyTorch and CUDA already run, and the kernel is in the store.",
-    ]
+def picture() -> report_plots.Figure:
+    """Return the picture's data."""
+    found = {case.result: case for case in read_all(RESULTS, PARTS)}
+    return report_plots.overview(found[name] for name in PICTURED)
 
 
-def _quotient(ratio: float) -> str:
-    """Return our host time over another's, in bold if ours is the longer."""
-    return f"**{ratio:.3f}**" if ratio > 1 else f"{ratio:.3f}"
-
-
-def forms_tables(data: dict[str, Any]) -> list[str]:
-    """Return what a file of bench_host.py says about each form of call, if it does."""
-    forms = data.get("forms", [])
-    if not forms:
-        return []
-    calls = {"ours": "ours", "PyTorch": "PyTorch", "with `out`": "ours(out=)", "prepared": "launch()"}
-    calls |= {"prepared, other tensors": "launch(a=, out=)"}
-    ratios = {"ours / PyTorch": "over_pytorch", "prepared / with `out`": "launch_over_out"}
-
-    def cells(form: dict[str, Any]) -> list[str]:
-        times = [form["us"].get(call) for call in calls.values()]
-        found = ["–" if x is None else "{:.2f} ({:.2f} to {:.2f})".format(*x) for x in times]
-        return [*found, *("–" if form.get(key) is None else _quotient(form[key]) for key in ratios.values())]
-
-    return [
-        f"Every form of call, on {data['processors']} cores of {data['processor']}, against PyTorch for the same "
-        "result. *Prepared* is a launch of `co.prepare_launch`, which has its own `out`.",
-        table(("form", *calls, *ratios), [(form["form"], *cells(form)) for form in forms], text=["form"]),
-    ]
-
-
-def compile_section(path: Path, out: Path) -> list[str]:
-    """Return the paragraphs of one file of bench_compile.py."""
-    data = json.loads(path.read_text())
-    lines = [
-        (f"`{r['kernel']}`", f"{r['ours_s']:.1f}", f"{r['nvcc_s']:.1f}", f"{r['ratio']:.2f}") for r in data["rows"]
-    ]
-    return [
-        f"## Compile time: {data['processors']} processors, {data['date']}",
-        f"nvcc {data['nvcc']}, {data['host_compiler']}, CUTLASS {data['cutlass']}, "
-        f"`cutlass_ops` {data['cutlass_ops']}. Raw results: [{path.name}]({link(path, out)}).",
-        "One kernel on an idle machine, in seconds. *Ours* is all that a first call waits for, into an empty store. "
-        "*nvcc* is one nvcc that makes a shared library of the same source. The ratio is ours over nvcc's.",
-        table(("kernel", "ours, s", "nvcc, s", "ratio"), lines, text=["kernel"]),
-    ]
-
-
-def document(
-    results: Sequence[Result],
-    hosts: Sequence[Path],
-    compiles: Sequence[Path],
-    causes: dict[str, list[dict[str, Any]]],
-    out: Path,
-) -> str:
-    """Return the whole document, as it stands at ``out``."""
-    parts = [INTRODUCTION.strip(), "## Summary", SUMMARY.strip(), overview_table(results)]
-    for result in results:
-        parts += section(result, causes, out)
-    for path in hosts:
-        parts += host_section(path, out)
-    for path in compiles:
-        parts += compile_section(path, out)
-    return "\n\n".join(parts) + "\n"
-
-
-# ---- the command
+def stale() -> list[Path]:
+    """Return the files that are not as they should be."""
+    wrong = [path for path, text in files().items() if not path.is_file() or path.read_text() != text]
+    fresh = PICTURE.is_file() and picture().digest() in PICTURE.read_text()
+    return wrong if fresh else [*wrong, PICTURE]
 
 
 def main() -> None:
-    """Write the document and its plots, and with docs/performance.md also README.md's table of speed."""
+    """Write everything, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("gemm*.json")))
-    parser.add_argument("--host", nargs="*", type=Path, default=sorted(RESULTS.glob("host*.json")))
-    parser.add_argument("--compile", nargs="*", type=Path, default=sorted(RESULTS.glob("compile*.json")))
-    parser.add_argument("--causes", type=Path, default=CAUSES)
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    results = [read(path) for path in args.results]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(document(results, args.host, args.compile, read_causes(args.causes), args.out))
-    drawn = figures(results)
-    if args.out == OUT:
-        README.write_text(with_speed(README.read_text(), readme_text(results)))
-        drawn.append(overview_figure(readme_lines(results)))
-    for figure in drawn:
-        draw(figure, plot_path(figure, args.out))
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        wrong = [str(path.relative_to(ROOT)) for path in stale()]
+        sys.exit(f"not up to date: {', '.join(wrong)}" if wrong else 0)
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    report_plots.draw(picture(), PICTURE)
 
 
 if __name__ == "__main__":

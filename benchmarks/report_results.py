@@ -1,4 +1,4 @@
-"""Results of bench_gemm.py, read for the report: their rows, summaries and losses."""
+"""Results of benchmarks in one form: for each measured shape, our time and that of the fastest other implementation."""
 
 from __future__ import annotations
 
@@ -13,150 +13,169 @@ import tomllib
 UNKNOWN = "cause unknown"
 
 Row = dict[str, Any]
-Extents = tuple[int, int, int]
-
-_DEFAULTS = {"set": "grid", "layout": "row-col"}
-_EXACT = ("result", "set", "op", "dtype", "layout", "m", "n", "k", "kernel")
 
 
-class Line(NamedTuple):
-    """A line of README.md's table: its title, its file of results, and the majors of A and B."""
+class Part(NamedTuple):
+    """Results that are told in the same way.
 
-    title: str
+    Attributes
+    ----------
+    group : str
+        The heading under which they stand.
+    files : str
+        Pattern of their names in benchmarks/results, without the ending.
+    title : str
+        How a case begins.
+    fields : tuple of str
+        The fields of a row that make a case.
+    peers : tuple of str
+        The other implementations, where a row has more than these.
+    where : tuple or None
+        A field and its value in the rows that count.
+    """
+
+    group: str
+    files: str
+    title: str = ""
+    fields: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    where: tuple[str, Any] | None = None
+
+
+class Shape(NamedTuple):
+    """One measured shape: times in microseconds, and the peer's over ours with its range over the rounds."""
+
     result: str
-    layout: str = "row-col"
+    case: str
+    shape: str
+    kernel: str
+    ours: float
+    peer: str
+    theirs: float
+    ratio: float
+    low: float
+    high: float
+    row: Row
 
 
 class Case(NamedTuple):
-    """The common properties of a table's rows."""
+    """The shapes of a line of a table, where and when they were measured, and against what."""
 
-    set: str
-    op: str
-    dtype: str
-    layout: str
-
-    def __str__(self) -> str:
-        return f"{self.op}, {self.dtype}, {self.layout}, {self.set}"
-
-
-class Result(NamedTuple):
-    """One file of GEMM results: its path, its top level without the rows, and the rows with all fields."""
-
-    path: Path
-    head: dict[str, Any]
-    rows: list[Row]
+    part: Part
+    result: str
+    name: str
+    chip: str
+    date: str
+    shapes: list[Shape]
+    peers: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """The file's name without its ending, as causes.toml and the plots use it."""
-        return self.path.stem
+    def geomean(self) -> float:
+        """The geometric mean of the ratios."""
+        return statistics.geometric_mean(shape.ratio for shape in self.shapes)
 
-    def cases(self) -> dict[Case, list[Row]]:
-        """Return the rows of each case, in the file's order."""
-        found: dict[Case, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(case(row), []).append(row)
-        return found
+    @property
+    def worst(self) -> Shape:
+        """The shape with the lowest ratio."""
+        return min(self.shapes, key=lambda shape: shape.ratio)
+
+    def losses(self, below: float = 1.0) -> list[Shape]:
+        """Return the shapes with a lower ratio, worst first."""
+        return sorted((s for s in self.shapes if s.ratio < below), key=lambda shape: shape.ratio)
 
 
-def read(path: Path) -> Result:
-    """Read a file of GEMM results and complete its rows.
+# What fields of rows are called in a table. None is left out.
+WORDS: dict[object, str | None] = {
+    "gemm": "plain GEMM", "bias_relu": "bias + ReLU", "bias_silu": "bias + SiLU",
+    "bias_gelu_residual": "bias + GELU + residual", "bf16": "BF16", "f16": "FP16",
+    "tf32": "TF32", "3xtf32": "3xTF32", "i8": "INT8", "f64": "FP64", "plain": None, "scaled": "scales",
+    "row,col": None, "row,row": "B row-major", "col,row": "A column-major, B row-major",
+    "row-col": None, "row-row": "B row-major", "col-row": "A column-major, B row-major", "col-col": "A column-major",
+    "tensor": "scales of tensors", "rows": "scales of rows", "blocks": "scales of blocks", "none": None, None: None,
+    "balanced": "equal groups", "zipf": "groups by Zipf's law", "one_hot": "all rows in one group",
+    "linear_gelu": "Linear + GELU", "mlp": "MLP", "swiglu": "GatedMLP", "decoder": "decoder block",
+    "qwen3": "Qwen3", "mixtral": "Mixtral", "dropout_residual": "dropout + residual",
+    "cross_entropy": "cross-entropy statistics", "gpt_oss_gate": "gate of gpt-oss",
+}  # fmt: skip
 
-    Raises
-    ------
-    SystemExit
-        If a case has a shape twice, since a matrix would hide one of them.
-    """
+
+def words(row: Row, fields: Iterable[str]) -> list[str]:
+    """Return what these fields of a row are called, without what goes without saying. "case" has several words."""
+    values = [each for field in fields for each in (row[field].split() if field == "case" else [row.get(field)])]
+    return [text for value in values if (text := WORDS.get(value, str(value))) is not None]
+
+
+def read(path: Path, part: Part) -> list[Case]:
+    """Read a file of results: a case for each combination of the part's fields, in the file's order."""
     data = json.loads(path.read_text())
-    rows = [{**_DEFAULTS, **row} for row in data.pop("rows")]
-    seen = set()
-    for row in rows:
-        if (key := (case(row), problem(row))) in seen:
-            raise SystemExit(f"{path} has {key[0]}, {shape(row)} twice")
-        seen.add(key)
-    return Result(path, data, rows)
+    found: dict[str, list[Shape]] = {}
+    named: dict[str, dict[str, None]] = {}
+    for row in data["rows"]:
+        if part.where is None or row.get(part.where[0]) == part.where[1]:
+            name = ", ".join([*([part.title] if part.title else []), *words(row, part.fields)])
+            if not (theirs := _peers(row, part)):  # PyTorch has no way to compute it
+                continue
+            found.setdefault(name, []).append(_shape(path.stem, name, row, theirs))
+            named.setdefault(name, {}).update(dict.fromkeys(theirs))
+    return [
+        Case(part, path.stem, name, data["chip"], data["date"], shapes, tuple(named[name]))
+        for name, shapes in found.items()
+    ]
 
 
-def read_causes(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the entries of causes.toml, under "about" and "cause".
-
-    Raises
-    ------
-    SystemExit
-        If a key is unknown, since a misspelt condition would match too much.
-    """
-    entries = {"about": [], "cause": [], **tomllib.loads(path.read_text())}
-    keys = {"about": {"result", "geomean", "text"}, "cause": {*_EXACT, "ratio", "text"}}
-    for kind, members in entries.items():
-        for entry in members:
-            if unknown := set(entry) - keys.get(kind, set()):
-                raise SystemExit(f"{path}: unknown {', '.join(sorted(unknown))} in [[{kind}]]")
-    return entries
+def read_all(folder: Path, parts: Sequence[Part]) -> list[Case]:
+    """Read all files of these parts."""
+    return [case for part in parts for path in sorted(folder.glob(f"{part.files}.json")) for case in read(path, part)]
 
 
-def case(row: Row) -> Case:
-    """Return the case that a row belongs to."""
-    return Case(row["set"], row["op"], row["dtype"], row["layout"])
-
-
-def problem(row: Row) -> Extents:
-    """Return M, N and K."""
-    return row["m"], row["n"], row["k"]
-
-
-def shape(row: Row) -> str:
-    """Return M, N and K as text."""
-    return "×".join(map(str, problem(row)))
-
-
-def ratios(rows: Iterable[Row]) -> list[float]:
-    """Return the rows' ratios."""
-    return [row["ratio_to_best_peer"] for row in rows]
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the number of shapes, geometric mean, worst row, and how many ratios are at least 1 and 0.99."""
-    each = ratios(rows)
+def _peers(row: Row, part: Part) -> dict[str, tuple[float, float, float, float]]:
+    """Return each peer's time in ms, and the median, least and greatest ratio: of the fastest alone, where files do."""
+    if "over_ours" not in row:
+        low, high = row["ratio_range"]
+        best = row["best_peer"]
+        ratios = {best: (row["ratio_to_best_peer"], low, high)}
+        return {name: (ms, *ratios.get(name, (float("inf"),) * 3)) for name, ms in row["peers"].items()}
     return {
-        "shapes": len(rows),
-        "geomean": statistics.geometric_mean(each),
-        "worst": min(rows, key=lambda row: row["ratio_to_best_peer"]),
-        "from_1": sum(ratio >= 1 for ratio in each),
-        "from_0.99": sum(ratio >= 0.99 for ratio in each),
+        name: (row["ms"][name], over["median"], over["min"], over["max"])
+        for name, over in row["over_ours"].items()
+        if name in part.peers
     }
 
 
-def free(rows: Sequence[Row]) -> float | None:
-    """Return the geometric mean, had ours taken no longer than our GEMM alone; None if that was not measured."""
-    if any("plain_over_ours" not in row for row in rows):
-        return None
-    return statistics.geometric_mean(row["ratio_to_best_peer"] / min(1.0, row["plain_over_ours"]) for row in rows)
+def _shape(result: str, case: str, row: Row, peers: dict[str, tuple[float, float, float, float]]) -> Shape:
+    peer = min(peers, key=lambda name: peers[name][1])
+    theirs, ratio, low, high = peers[peer]
+    ours = row["ours_ms"] if "ours_ms" in row else row["ms"]["ours"]
+    kernel = row.get("kernel") or ""
+    return Shape(result, case, size(row), kernel, ours * 1e3, peer, theirs * 1e3, ratio, low, high, row)
 
 
-def losses(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with a ratio below 1, worst first."""
-    return sorted((row for row in rows if row["ratio_to_best_peer"] < 1), key=lambda row: row["ratio_to_best_peer"])
+def size(row: Row) -> str:
+    """Return a row's sizes as text."""
+    parts = [f"{row['batches']} ×"] if "batches" in row else []
+    if "experts" in row:
+        return f"{row['experts']} experts, {row['tokens']} rows, {row['n']}×{row['k']}"
+    if "model" in row:
+        return f"{WORDS[row['model']]}, {row['tokens']} token{'' if row['tokens'] == 1 else 's'}"
+    if "phase" in row:
+        return f"{row['phase']}, {row['m']} rows"
+    return " ".join([*parts, "×".join(str(row[name]) for name in "mnk" if name in row)])
 
 
-def matches(entry: dict[str, Any], name: str, row: Row) -> bool:
-    """Whether a cause's conditions hold for a row of the result of this name."""
-    facts = {**row, "result": name}
+def read_causes(path: Path) -> list[Row]:
+    """Read the causes of losses: each has conditions on a row, its result's name and its ratio, and a text."""
+    found: list[Row] = tomllib.loads(path.read_text())["cause"]
+    return found
+
+
+def matches(entry: Row, shape: Shape) -> bool:
+    """Whether a cause's conditions hold for a shape. A condition on a field that a row lacks does not."""
+    facts = {**shape.row, "result": shape.result}
     low, high = entry.get("ratio", (0.0, 1.0))
-    return low <= row["ratio_to_best_peer"] <= high and all(facts[key] == entry[key] for key in _EXACT if key in entry)
+    conditions = {key: value for key, value in entry.items() if key not in ("ratio", "text")}
+    return low <= shape.ratio <= high and all(facts.get(key) == value for key, value in conditions.items())
 
 
-def cause(entries: Sequence[dict[str, Any]], name: str, row: Row) -> str:
+def cause(entries: Sequence[Row], shape: Shape) -> str:
     """Return the text of the first cause that matches a loss, or that there is none."""
-    return next((entry["text"].strip() for entry in entries if matches(entry, name, row)), UNKNOWN)
-
-
-def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
-    """Return causes.toml's text on a result's circumstances, if there is one."""
-    geomean = round(statistics.geometric_mean(ratios(result.rows)), 3)
-    texts = [e["text"].strip() for e in entries if e["result"] == result.name and e["geomean"] == geomean]
-    return texts[0] if texts else None
-
-
-def weights(rows: Iterable[Row]) -> list[tuple[int, int]]:
-    """Return each (N, K) once, in order."""
-    return list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    return next((str(entry["text"]).strip() for entry in entries if matches(entry, shape)), UNKNOWN)

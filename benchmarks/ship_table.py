@@ -30,8 +30,9 @@ import shapes
 
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Measured, Point, Table
-from cutlass_ops.declare.config import Config, Sm90Config, config_from_json
+from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 # Number of kernels for the grid.
 FEW = 16
@@ -74,7 +75,7 @@ def timed(folder: Path, like: Table) -> set[Config]:
     """Return the kernels with times in a folder's tables, for a table's device, majors and width of elements."""
 
     def of(table: Table) -> tuple[object, ...]:
-        return table.device, table.signature.majors, table.signature.a.dtype.bytes
+        return table.device, table.signature.majors, table.signature.a.dtype.bits
 
     alike = (table for table in map(tables.load, folder.glob("*.json")) if of(table) == of(like))
     return {m.config for table in alike for p in table.points for m in p.measured}

@@ -1,6 +1,6 @@
 """Counts the rows of results whose kernel dispatch no longer chooses, which need measuring again. Needs no GPU.
 
-    python benchmarks/stale.py    # minutes; writes benchmarks/stale.json, which report.py and report_norms.py quote
+    python benchmarks/stale.py    # minutes; writes benchmarks/stale.json, which report.py quotes
     python benchmarks/stale.py benchmarks/results/gemm_decode_h100.json --out /tmp/stale.json
 
 Prints each such row with both kernels. Writes {result: {"rows": number of rows, "others": number of such rows}}.

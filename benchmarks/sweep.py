@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel
-from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 from cutlass_ops.run import named
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tuner.timing import expected_us

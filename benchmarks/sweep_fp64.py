@@ -24,14 +24,15 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import f64
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm80.config import Sm80Config
 from cutlass_ops.kinds.sm80.space import UNTUNED_FP64
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.tuning import signature_at
@@ -122,7 +123,7 @@ def row(problem: tuple[int, int, int], majors: str, runs: dict[str, Run], rounds
     timed = harness.time_interleaved(variants, 8 * expected_us(of), rounds=rounds)
     times = {name: round(each.median, 5) for name, each in timed.items()}
     m, n, k = problem
-    head = {"alignment": 2, "element_bytes": f64.bytes, "majors": majors, "m": m, "n": n, "k": k}
+    head = {"alignment": 2, "element_bytes": f64.bytes_of(1), "majors": majors, "m": m, "n": n, "k": k}
     return {**head, "peer_ms": times.pop("peer"), "times": times}
 
 

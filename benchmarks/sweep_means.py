@@ -22,14 +22,15 @@ import torch
 
 from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Means, Ordered, Sm90Config, config_to_json
+from cutlass_ops.declare.config import Means, Ordered, config_to_json
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run import norms
-from cutlass_ops.run.call import device_of
 from cutlass_ops.run.kernels import build
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.tuning import signature_at

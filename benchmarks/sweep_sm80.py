@@ -16,12 +16,13 @@ import harness
 import sweep
 import torch
 
-from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run import named
-from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.timing import expected_us
 from cutlass_ops.tuner.tuning import signature_at

@@ -31,10 +31,10 @@ from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.kinds.gemv import space as space_gemv
+from cutlass_ops.kinds.gemv import kind as kind_gemv
 from cutlass_ops.run import named, norms, ops
+from cutlass_ops.run.gemm import op_for
 from cutlass_ops.run.requests import requested
-from cutlass_ops.run.scaled import scaled_op
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -76,9 +76,9 @@ def main() -> None:
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
         "rmsnorm_swiglu_sums": norms.rmsnorm_op(composed.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
-        "scaled": scaled_op(False, False, None),
-        "scaled_rows": scaled_op(True, True, None),
-        "scaled_blocks": scaled_op(False, False, None, True),
+        "scaled": op_for(None, "dense", (False, False, False)),
+        "scaled_rows": op_for(None, "dense", (True, True, False)),
+        "scaled_blocks": op_for(None, "dense", (False, False, True)),
         "quantized_swiglu": ops.op(composed.quantized_swiglu),
         **fp8_layer_ops(),
     }
@@ -170,17 +170,16 @@ def _show_plan(
 
 def fp8_layer_ops() -> dict[str, ops.Op]:
     """Return the ops of examples/fp8_layer.py by name, as they are when its scales are static."""
-    x = torch.ones(16, 32).to(fp8_layer.FP8)
+    x = co.Scaled(torch.ones(16, 32).to(fp8_layer.FP8), 1.0)
     w = co.prepare(torch.ones(32, 32, dtype=torch.bfloat16), dtype=fp8_layer.FP8)
     stream, of_rows, columns = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(16), torch.ones(32)
-    given = {"scale_a": 1.0, "math": fp8_layer.SUMS}
-    normed = {"rstd": co.RowStatistic(of_rows, 32, 1e-5), **given}
+    normed = {"rstd": co.RowStatistic(of_rows, 32, 1e-5), "math": fp8_layer.SUMS}
     copied = {"scale_out": 1.0, "gamma": columns.bfloat16(), "eps": 1e-5}
     rotation = {"epilogue": transformer_block.rotary, "position": of_rows, "frequency": columns}
     return {
         "fp8_qkv": requested(co.rmsnorm_gemm, x, w, **normed, **rotation).op,
         "fp8_up": requested(co.gemm_swiglu, x, w, w, scale_out=1.0, out_dtype=fp8_layer.FP8, **normed).op,
-        "fp8_added": requested(co.gemm_residual_rms, x, w, stream, **given, **copied).op,
+        "fp8_added": requested(co.gemm_residual_rms, x, w, stream, math=fp8_layer.SUMS, **copied).op,
     }
 
 
@@ -194,7 +193,7 @@ def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
         if point.problem.m <= max(shapes.FEW_ROWS)
         for measured in point.measured[:2]
     ]
-    return tuple(dict.fromkeys([*space_gemv.candidates(), *best]))
+    return tuple(dict.fromkeys([*kind_gemv.candidates(), *best]))
 
 
 def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[shapes.Shape]:

@@ -1,25 +1,20 @@
-"""Writes the contract by type of docs/types.md: what each type takes, which instruction multiplies it, and how fast.
+"""Writes the contract by type of docs/types.md: what each type takes, and which instruction multiplies it.
 
     python benchmarks/types_contract.py            # prints it
     python benchmarks/types_contract.py --write    # writes it
 
-What is taken and what multiplies it is asked of the library: its table of instructions, and the choice of a kernel for
-a large problem in each layout. Rates are those of committed results of `bench_types.py`; if several have a row, the
-first one counts.
+Both are asked of the library: its table of instructions, and the choice of a kernel for a large problem in each layout.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import harness
 import torch
-from over_k import ROOT, Row, insert, table
+from over_k import ROOT, insert, table
 
+from cutlass_ops.base.arch import MMA_SYNC
 from cutlass_ops.base.dtypes import DType, f64, i8, tf32, tf32x3
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.choose import dispatch
@@ -30,7 +25,6 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.tuner.tuning import signature_at
 
 SCRIPT, DOCUMENT, PART = "benchmarks/types_contract.py", ROOT / "docs" / "types.md", "contract by type"
-RESULTS = tuple(ROOT / "benchmarks" / "results" / f"types{name}_h200.json" for name in ("", "_fp64", "_all"))
 HOPPER, AMPERE = CHIPS["NVIDIA H200"], CHIPS["NVIDIA A100-SXM4-80GB"]
 LAYOUTS: tuple[tuple[Major, Major], ...] = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
 # Problems whose lines begin at multiples of 16 bytes, and do not.
@@ -79,7 +73,7 @@ def serves(of: Type, chip: Chip, majors: tuple[Major, Major], problem: Problem) 
     if decision is None:
         return "refused"
     config = decision.config
-    unit = "`wgmma`" if config.wgmma else "`mma.sync`"
+    unit = "`wgmma`" if config.family.tma else "`mma.sync`"
     return f"{unit} of copies" if config.copies else unit
 
 
@@ -93,55 +87,33 @@ def layouts(chip: Chip) -> str:
 
 def instructions(mma: MmaSpec, chip: Chip) -> str:
     """Return the instructions of a pair of types on a chip, as PTX names them."""
-    shapes = [f"m{m}n{n}k{k}" for m, n, k in mma.shapes_on(chip.capability)]
+    warp = mma.by(MMA_SYNC)
+    shapes = [f"m{m}n{n}k{k}" for m, n, k in warp.shapes_on(chip.capability)] if warp else []
     found = [f"`mma.sync` {', '.join(shapes)}"] if shapes else []
-    if mma.wgmma_opcode and chip.device.has_wgmma:
+    if mma.by_tma and chip.device.has_tma:
         found.insert(0, f"`wgmma` m64nN{mma.wgmma_types.partition('.')[0]}")
     return "; ".join(found)
 
 
-def read(paths: Sequence[Path] = RESULTS) -> list[Row]:
-    """Return the rows of results, of each case and problem the first."""
-    found: dict[tuple[str, int, int, int], Row] = {}
-    for path in paths:
-        if path.exists():
-            for row in json.loads(path.read_text())["rows"]:
-                found.setdefault((row["case"], row["m"], row["n"], row["k"]), row)
-    return list(found.values())
-
-
-def contract(rows: Sequence[Row]) -> str:
-    """Return the table of what each type takes and reaches."""
-    header = ("", "Hopper", "Ampere, Ada", "Peak of an H200", "Most measured", "Against PyTorch", "Worst")
-    lines = []
-    for of in TYPES:
-        mine = [row for row in rows if row["case"].startswith(f"{of.cases} ") and row["case"].endswith(" row,col")]
-        best = max((row["tflops"] for row in mine), default=None)
-        ratios = [row["ratio_to_best_peer"] for row in mine]
-        peak = of.mma.rate * HOPPER.tflops
-        unit = "TOP/s" if of.dtype is i8 else "TFLOP/s"
-        lines.append(
-            (
-                of.title,
-                instructions(of.mma, HOPPER),
-                instructions(of.mma, AMPERE),
-                f"{peak:.0f} {unit}",
-                "–" if best is None else f"{best:.0f}, {best / peak:.0%}",
-                f"{harness.geomean(ratios):.2f} ({len(ratios)})" if ratios else "–",
-                f"{min(ratios):.2f}" if ratios else "–",
-            )
+def contract() -> str:
+    """Return the table of what each type takes."""
+    lines = [
+        (
+            of.title,
+            instructions(of.mma, HOPPER),
+            instructions(of.mma, AMPERE),
+            f"{of.mma.rate * HOPPER.tflops:.0f} {'TOP/s' if of.dtype is i8 else 'TFLOP/s'}",
         )
-    return table(header, lines)
+        for of in TYPES
+    ]
+    return table(("", "Hopper", "Ampere, Ada", "Peak of an H200"), lines)
 
 
-def text(rows: Sequence[Row]) -> str:
+def text() -> str:
     """Return the part of the document."""
-    return f"""{contract(rows)}
+    return f"""{contract()}
 
-*Peak* is BF16's peak times the relative rate of the instruction; NVIDIA gives 67 TFLOP/s for FP64. The last three
-columns come from `benchmarks/bench_types.py` on an H200, with A and B along K. *Most measured* is the highest rate,
-also in percent of the peak. *Against PyTorch* is the time of PyTorch's fastest implementation over ours (above 1, ours
-is faster): the geometric mean over cases and shapes, with their number in brackets. *Worst* is the worst of them.
+*Peak* is BF16's peak times the relative rate of the instruction; NVIDIA gives 67 TFLOP/s for FP64.
 
 M, N and K may have any size, including 0. A and B are row- or column-major. The table shows the instruction on Hopper
 at M = N = K = 4096. Lines begin at multiples of 16 bytes; in the last two columns (odd lines), at multiples of one
@@ -156,7 +128,7 @@ On Ampere and Ada:
 
 def written() -> str:
     """Return the document as it should be."""
-    return insert(DOCUMENT.read_text(), PART, text(read()), SCRIPT)
+    return insert(DOCUMENT.read_text(), PART, text(), SCRIPT)
 
 
 def main() -> None:
@@ -166,7 +138,7 @@ def main() -> None:
     if parser.parse_args().write:
         DOCUMENT.write_text(written())
     else:
-        print(text(read()))
+        print(text())
 
 
 if __name__ == "__main__":

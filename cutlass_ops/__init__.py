@@ -19,36 +19,20 @@ if _platform == "win32":
 
 from cutlass_ops import e
 from cutlass_ops._version import __version__
-from cutlass_ops.base.errors import (
-    BundleError,
-    CompileError,
-    ConfigError,
-    CutlassOpsError,
-    EpilogueError,
-    LoadError,
-    MeasuringError,
-    MissingKernelError,
-    NoDeviceError,
-    StoreError,
-    ToolchainError,
-    UnsupportedError,
-)
-from cutlass_ops.declare.config import (
-    ClusterShape,
-    GemvConfig,
-    InstructionShape,
-    PointwiseConfig,
-    Sm80Config,
-    Sm90Config,
-    SmallConfig,
-    ThreadblockShape,
-    WarpShape,
-)
+from cutlass_ops.base.errors import CutlassOpsError
+from cutlass_ops.declare.config import ClusterShape, InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import Col, Epilogue, Integer, Product, Reduction, Row, Scalar, Tile, Value, epilogue
+from cutlass_ops.epilogue import Col, Epilogue, Integer, Product, Row, Scalar, Tile, epilogue
 from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.unknown import unknown_name
+
+# Each configuration registers itself, for those who read a kernel's declaration.
+from cutlass_ops.kinds.gemv import config as _gemv  # noqa: F401
+from cutlass_ops.kinds.pointwise import config as _pointwise  # noqa: F401
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.kinds.small import config as _small  # noqa: F401
 
 
 def _is_command() -> bool:
@@ -65,18 +49,13 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING:
-    from cutlass_ops import nn
-    from cutlass_ops.artifacts.bundle import Bundle
+    from cutlass_ops import errors, nn, types
     from cutlass_ops.artifacts.bundles import load_bundle
-    from cutlass_ops.kinds.legality import Violation, check
+    from cutlass_ops.kinds.legality import check
     from cutlass_ops.kinds.render import source
     from cutlass_ops.nn.patching import patch, unpatch
-    from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
-    from cutlass_ops.run.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_wgrad
-    from cutlass_ops.run.grouped_scaled import scaled_grouped_gemm, scaled_grouped_gemm_masked
-    from cutlass_ops.run.kernels import Kernel, build
-    from cutlass_ops.run.launch import Launch
+    from cutlass_ops.run.kernels import build
     from cutlass_ops.run.named import (
         gemm_bias,
         gemm_bias_gelu,
@@ -88,16 +67,12 @@ if TYPE_CHECKING:
     )
     from cutlass_ops.run.norms import gemm_residual_rms, layernorm_gemm, rmsnorm_gemm
     from cutlass_ops.run.preparing import prepare_launch, warm_up
-    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.run.registry import Registry
-    from cutlass_ops.run.scaled import scaled_gemm
-    from cutlass_ops.run.weights import prepare, prepare_layernorm
+    from cutlass_ops.run.weights import prepare
     from cutlass_ops.tools.bench.benching import bench
-    from cutlass_ops.tools.bench.result import Benchmark
     from cutlass_ops.tools.contract.predicting import contract
-    from cutlass_ops.tools.contract.result import Contract
-    from cutlass_ops.tools.explaining import Explanation, explain
-    from cutlass_ops.tuner.tuning import Effort, tune
+    from cutlass_ops.tools.explaining import explain
+    from cutlass_ops.tuner.tuning import tune
 
     registry: Registry
     """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
@@ -105,32 +80,20 @@ if TYPE_CHECKING:
 # The command line starts without PyTorch, which takes a second to import. Elsewhere these come at once: programs saved
 # by torch.export call our operators and have our classes in them.
 if TYPE_CHECKING or not _is_command():
-    from cutlass_ops.run.ops import gemm
-    from cutlass_ops.run.results import (
-        PreparedLayerNormWeight,
-        PreparedWeight,
-        QuantizedResidualRms,
-        ResidualRms,
-        RowStatistic,
-    )
+    from cutlass_ops.operand.results import RowStatistic
+    from cutlass_ops.run.gemm import gemm
     from cutlass_ops.run.traced import recompute
-
-if not TYPE_CHECKING:
-    del quantize  # the language's alone: the other one, which takes tensors too, comes when it is asked for
+    from cutlass_ops.run.values import Groups, Scaled
 
 # What is public of other modules. It is imported when it is first asked for, since no program needs all of it.
 _MODULES = {
-    "artifacts.bundle": ("Bundle",),
     "artifacts.bundles": ("load_bundle",),
-    "kinds.legality": ("Violation", "check"),
+    "kinds.legality": ("check",),
     "kinds.render": ("source",),
     "nn.patching": ("patch", "unpatch"),
-    "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
-    "run.grouped": ("grouped_gemm", "grouped_gemm_masked", "grouped_gemm_wgrad"),
-    "run.grouped_scaled": ("scaled_grouped_gemm", "scaled_grouped_gemm_masked"),
-    "run.kernels": ("Kernel", "build"),
-    "run.launch": ("Launch",),
+    "run.gemm": ("gemm",),
+    "run.kernels": ("build",),
     "run.named": (
         "gemm_bias",
         "gemm_bias_gelu",
@@ -141,78 +104,42 @@ _MODULES = {
         "gemm_residual",
     ),
     "run.norms": ("gemm_residual_rms", "layernorm_gemm", "rmsnorm_gemm"),
-    "run.ops": ("gemm",),
     "run.preparing": ("prepare_launch", "warm_up"),
-    "run.quantizing": ("quantize",),
-    "run.results": (
-        "PreparedLayerNormWeight",
-        "PreparedWeight",
-        "QuantizedResidualRms",
-        "ResidualRms",
-        "RowStatistic",
-    ),
-    "run.scaled": ("scaled_gemm",),
+    "operand.results": ("RowStatistic",),
     "run.traced": ("recompute",),
-    "run.weights": ("prepare", "prepare_layernorm"),
+    "run.values": ("Groups", "Scaled"),
+    "run.weights": ("prepare",),
     "tools.bench.benching": ("bench",),
-    "tools.bench.result": ("Benchmark",),
     "tools.contract.predicting": ("contract",),
-    "tools.contract.result": ("Contract",),
-    "tools.explaining": ("Explanation", "explain"),
-    "tuner.tuning": ("Effort", "tune"),
+    "tools.explaining": ("explain",),
+    "tuner.tuning": ("tune",),
 }
-# By the public name: the module, and the name there.
-_LATER = {name: (module, name) for module, names in _MODULES.items() for name in names}
-# Ops for arrays of other packages. Not in __all__: `import *` must not replace the packages of these names.
-_FOR_OTHERS = ("cupy", "jax")
+# By the public name: the module.
+_LATER = {name: module for module, names in _MODULES.items() for name in names}
+# Modules, imported when they are first asked for. The last two are for arrays of other packages, and not in __all__:
+# `import *` must not replace the packages of these names.
+_NAMESPACES = ("errors", "nn", "types", "cupy", "jax")
 
 __all__ = [
-    "Benchmark",
-    "Bundle",
-    "BundleError",
     "ClusterShape",
     "Col",
-    "CompileError",
-    "ConfigError",
-    "Contract",
     "CutlassOpsError",
-    "Effort",
     "Epilogue",
-    "EpilogueError",
-    "Explanation",
-    "Fp8State",
-    "GemvConfig",
+    "Groups",
     "InstructionShape",
     "Integer",
-    "Kernel",
     "KernelSpec",
-    "Launch",
-    "LoadError",
-    "MeasuringError",
-    "MissingKernelError",
-    "NoDeviceError",
     "Operand",
-    "PointwiseConfig",
-    "PreparedLayerNormWeight",
-    "PreparedWeight",
     "Product",
-    "QuantizedResidualRms",
-    "Reduction",
-    "ResidualRms",
     "Row",
     "RowStatistic",
     "Scalar",
+    "Scaled",
     "Sm80Config",
     "Sm90Config",
-    "SmallConfig",
-    "StoreError",
     "ThreadblockShape",
     "Tile",
     "TileOrder",
-    "ToolchainError",
-    "UnsupportedError",
-    "Value",
-    "Violation",
     "WarpShape",
     "__version__",
     "bench",
@@ -221,6 +148,7 @@ __all__ = [
     "contract",
     "e",
     "epilogue",
+    "errors",
     "explain",
     "gemm",
     "gemm_bias",
@@ -232,25 +160,18 @@ __all__ = [
     "gemm_residual",
     "gemm_residual_rms",
     "gemm_swiglu",
-    "grouped_gemm",
-    "grouped_gemm_masked",
-    "grouped_gemm_wgrad",
     "layernorm_gemm",
     "load_bundle",
     "nn",
     "patch",
     "prepare",
     "prepare_launch",
-    "prepare_layernorm",
-    "quantize",
     "recompute",
     "registry",
     "rmsnorm_gemm",
-    "scaled_gemm",
-    "scaled_grouped_gemm",
-    "scaled_grouped_gemm_masked",
     "source",
     "tune",
+    "types",
     "unpatch",
     "warm_up",
 ]
@@ -258,20 +179,24 @@ __all__ = [
 
 # Type checkers would take any name to be there.
 if not TYPE_CHECKING:
+    del quantize  # noqa: F821 - co.e.quantize is the epilogue's, and co.Scaled.quantize that of tensors
 
     def __getattr__(name: str) -> Any:
         from importlib import import_module
 
-        if name in _FOR_OTHERS:
+        if name in _NAMESPACES:
             return import_module(f"cutlass_ops.{name}")
         if name not in __all__:
-            raise unknown_name(__name__, name, (*__all__, *e.__all__))
+            classes = [
+                f"co.{module}.{each}"
+                for module in ("errors", "types", "nn")
+                if name[:1].isupper()
+                for each in import_module(f"cutlass_ops.{module}").__all__
+            ]
+            raise unknown_name(__name__, name, (*__all__, *e.__all__, *classes))
         if name == "registry":
             return import_module("cutlass_ops.run.registry").Registry.current()
-        if name == "nn":
-            return import_module("cutlass_ops.nn")
-        module, attribute = _LATER[name]
-        globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
+        globals()[name] = found = getattr(import_module(f"cutlass_ops.{_LATER[name]}"), name)
         return found
 
 

@@ -5,19 +5,21 @@
 >>> a, b = cupy.ones((512, 4096), cupy.float16), cupy.ones((4096, 4096), cupy.float16)
 >>> d = cc.gemm_bias_relu(a, b, cupy.zeros(4096, cupy.float16))
 
-Each function takes what the one of this name in ``cutlass_ops`` takes, with CuPy arrays for tensors, and gives arrays.
+Each function takes what the one of this name in ``cutlass_ops`` takes, with CuPy arrays for tensors, also in
+``cutlass_ops.Scaled`` and ``cutlass_ops.Groups``, and gives arrays.
 Arrays and tensors share their memory by DLPack. docs/interop.md says more.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.utils.dlpack
 from torch import Tensor
+from torch.utils import _pytree
 
 try:
     import cupy
@@ -26,8 +28,10 @@ except ImportError as exc:
         "cutlass_ops.cupy needs CuPy, which is not installed: pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
     ) from exc
 
-from cutlass_ops.run import gated, grouped, named, norms, ops, scaled, weights
-from cutlass_ops.run.results import Outputs
+from cutlass_ops.epilogue.unknown import unknown_name
+from cutlass_ops.operand.results import Outputs
+from cutlass_ops.run import gated, named, norms, weights
+from cutlass_ops.run import gemm as of_gemm
 
 __all__ = [
     "gemm",
@@ -39,12 +43,9 @@ __all__ = [
     "gemm_bias_silu",
     "gemm_residual",
     "gemm_swiglu",
-    "grouped_gemm",
     "layernorm_gemm",
     "prepare",
-    "prepare_layernorm",
     "rmsnorm_gemm",
-    "scaled_gemm",
 ]
 
 # Tensors by their id, each with the caller's array of which it shares the memory. An id holds while the tensor is kept.
@@ -57,9 +58,13 @@ def _for_cupy(function: Callable[..., Any]) -> Callable[..., Any]:
     def of_arrays(*arguments: Any, **by_name: Any) -> Any:
         with _on_cupys_stream(_first(*arguments, *by_name.values())):
             given: _Given = {}
-            result = function(
-                *(_tensors(x, given) for x in arguments), **{name: _tensors(x, given) for name, x in by_name.items()}
-            )
+            tensors = [_tensors(x, given) for x in arguments]
+            try:
+                result = function(*tensors, **{name: _tensors(x, given) for name, x in by_name.items()})
+            except ValueError as exc:
+                if type(exc) is not ValueError:
+                    raise
+                raise ValueError(str(exc).replace(".t()", ".T")) from None  # as arrays are transposed
             return _as_arrays(result, given)
 
     of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
@@ -71,7 +76,7 @@ def _for_cupy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(*values: Any) -> Any:
-    return next((x for x in values if isinstance(x, cupy.ndarray)), None)
+    return next((x for x in _pytree.tree_leaves(values) if isinstance(x, cupy.ndarray)), None)
 
 
 @contextlib.contextmanager
@@ -95,13 +100,15 @@ def _stream(address: int, device: torch.device) -> torch.cuda.Stream:
 
 def _tensors(value: Any, given: _Given) -> Any:
     """Return an argument with tensors for arrays, and note which is which."""
-    if isinstance(value, Mapping):  # `out` by name
-        return {name: _tensors(x, given) for name, x in value.items()}
-    if not isinstance(value, cupy.ndarray):
-        return value
-    tensor: Tensor = torch.utils.dlpack.from_dlpack(value)
-    given[id(tensor)] = tensor, value
-    return tensor
+
+    def tensor_of(x: Any) -> Any:
+        if not isinstance(x, cupy.ndarray):
+            return x
+        tensor: Tensor = torch.utils.dlpack.from_dlpack(x)
+        given[id(tensor)] = tensor, x
+        return tensor
+
+    return _pytree.tree_map(tensor_of, value)
 
 
 def _as_arrays(result: Any, given: _Given) -> Any:
@@ -112,7 +119,7 @@ def _as_arrays(result: Any, given: _Given) -> Any:
     return given[id(result)][1] if id(result) in given else cupy.from_dlpack(result)
 
 
-gemm = _for_cupy(ops.gemm)
+gemm = _for_cupy(of_gemm.gemm)
 gemm_bias = _for_cupy(named.gemm_bias)
 gemm_bias_relu = _for_cupy(named.gemm_bias_relu)
 gemm_bias_gelu = _for_cupy(named.gemm_bias_gelu)
@@ -121,9 +128,13 @@ gemm_residual = _for_cupy(named.gemm_residual)
 gemm_bias_residual = _for_cupy(named.gemm_bias_residual)
 gemm_bias_relu_residual = _for_cupy(named.gemm_bias_relu_residual)
 gemm_swiglu = _for_cupy(gated.gemm_swiglu)
-grouped_gemm = _for_cupy(grouped.grouped_gemm)
 layernorm_gemm = _for_cupy(norms.layernorm_gemm)
 prepare = _for_cupy(weights.prepare)
-prepare_layernorm = _for_cupy(weights.prepare_layernorm)
 rmsnorm_gemm = _for_cupy(norms.rmsnorm_gemm)
-scaled_gemm = _for_cupy(scaled.scaled_gemm)
+
+
+# Type checkers would take any name to be there.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise unknown_name(__name__, name, __all__)

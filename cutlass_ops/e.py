@@ -6,6 +6,9 @@
 
 Some operations have the names of Python built-ins: ``abs``, ``max``, ``sum``. So ``from cutlass_ops import *`` does not
 import the operations. ``cutlass_ops.relu`` and the others are the same functions.
+
+Every operation raises ``EpilogueError`` outside of an epilogue function, or if an argument is neither a traced value
+nor a number. A reduction raises it if ``dim`` is neither 0 nor 1.
 """
 
 from __future__ import annotations

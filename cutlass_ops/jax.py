@@ -18,9 +18,10 @@ from __future__ import annotations
 import functools
 import itertools
 import keyword
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ try:
     import jax
     import jax.numpy as jnp
     from jax import lax
-    from jax.core import ShapedArray
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 except ImportError as exc:
@@ -49,10 +49,12 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import named
-from cutlass_ops.run.call import Call, check_call, device_of, signature_of, without_modes
+from cutlass_ops.epilogue.unknown import unknown_name
+from cutlass_ops.operand.call import Call, check_call, device_of, signature_of, without_modes
+from cutlass_ops.run import named, refusals
 from cutlass_ops.run.ops import Op, op_of
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.values import Scaled
 
 __all__ = [
     "gemm",
@@ -149,6 +151,8 @@ gemm_bias_relu_residual = _for_jax(named.gemm_bias_relu_residual)
 
 
 def _run(op: Op, a: Any, b: Any, inputs: tuple[Any, ...], by_name: dict[str, Any], out_dtype: Any) -> Any:
+    if "groups" in by_name:
+        raise TypeError("cutlass_ops.jax has no groups: call it for each group, or cutlass_ops.gemm with tensors")
     for i in op.graph.inputs:
         if i.kind is Kind.INTEGER:
             raise TypeError(f"{op.name} takes {i.name}, an Integer of 64 bits, which cutlass_ops.jax cannot pass")
@@ -164,7 +168,10 @@ def _array(name: str, value: Any) -> Any:
         return jnp.float32(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return jnp.asarray(value)
-    raise TypeError(f"{name} must be a jax.Array, not {type(value).__name__}")
+    instead = ": call the function of this name in cutlass_ops" if isinstance(value, Tensor) else ""
+    if isinstance(value, Scaled):
+        instead = f": pass {name}.values, and {name}.scale as an input of the epilogue"
+    raise TypeError(f"{name} must be a jax.Array, not {type(value).__name__}{instead}")
 
 
 @functools.cache
@@ -184,15 +191,24 @@ def _compiled(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) -> t
     return tuple(_GEMM.bind(*arrays, graph=graph, name=name, out_dtype=out_dtype))
 
 
-def _shapes_of_results(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) -> list[Any]:
+def _types_of_results(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) -> list[Any]:
+    """Return the types of results, which vary over each axis of a mesh over which an argument does: JAX adds that up.
+
+    It has done so in several ways, and knows what else belongs to a type.
+    """
     call = _checked(arrays, graph, out_dtype)
-    return [
-        ShapedArray(call.arguments.output_shape(o), _dtype_of(t))
-        for o, t in zip(graph.outputs, call.outputs, strict=True)
-    ]
+
+    def made_of(*arrays: Any) -> list[Any]:
+        one = functools.reduce(operator.add, (x.sum(dtype="float32") for x in arrays))
+        return [
+            jnp.broadcast_to(one, call.arguments.output_shape(o)).astype(_dtype_of(t))
+            for o, t in zip(graph.outputs, call.outputs, strict=True)
+        ]
+
+    return list(jax.make_jaxpr(made_of)(*arrays).out_avals)
 
 
-_GEMM.def_abstract_eval(_shapes_of_results)
+_GEMM.def_abstract_eval(_types_of_results)
 
 
 @without_modes()
@@ -219,7 +235,10 @@ def _checked(arrays: Sequence[Any], graph: Graph, out_dtype: str | None) -> Call
     dtype = None if out_dtype is None else _torch_dtype("out_dtype", out_dtype)
     if dtype not in (None, *_OPERANDS, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}: use float16, bfloat16 or float32")
-    call = check_call(graph, a, b, dict(zip(names[2:], inputs, strict=True)), None, dtype)
+    try:
+        call = check_call(graph, a, b, dict(zip(names[2:], inputs, strict=True)), None, dtype)
+    except ValueError as exc:
+        raise ValueError(str(exc).replace(".t()", ".T")) from None  # as arrays are transposed
     if 0 in call.problem:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: cutlass_ops.jax takes no extent of 0")
     return call
@@ -306,7 +325,6 @@ def _decision(name: str, call: Call) -> Decision:
     if decision is None:
         what = f"{name} with a {signature.a}, b {signature.b} and d {signature.d}"
         raise UnsupportedError(dispatch.unserved(what, signature, of))
-    decision.finish()  # here, as JAX traces each shape once, and no thread of ours follows its calls
     return decision
 
 
@@ -366,7 +384,7 @@ mlir.register_lowering(_GEMM, mlir.lower_fun(_by_kernel, multiple_results=True),
 def _by_reference(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) -> list[Any]:
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x in _shapes_of_results(*arrays, graph=graph, name=name, out_dtype=out_dtype)
+        for x in _types_of_results(*arrays, graph=graph, name=name, out_dtype=out_dtype)
     ]
 
     def compute(*given: Any) -> list[np.ndarray]:
@@ -375,6 +393,7 @@ def _by_reference(*arrays: Any, graph: Graph, name: str, out_dtype: str | None) 
         dtype = None if out_dtype is None else _torch_dtype("out_dtype", out_dtype)
         with torch.no_grad():
             call = check_call(graph, a, b, named, None, dtype)
+            refusals.say(name, call.problem, refusals.BY_PYTORCH)
             call.run_reference()
         return [_values(x, like.dtype) for x, like in zip(call.results(), results, strict=True)]
 
@@ -393,3 +412,10 @@ def _values(tensor: Tensor, dtype: Any) -> np.ndarray:
 
 
 mlir.register_lowering(_GEMM, mlir.lower_fun(_by_reference, multiple_results=True), platform="cpu")
+
+
+# Type checkers would take any name to be there.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise unknown_name(__name__, name, __all__)

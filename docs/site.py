@@ -1,4 +1,4 @@
-"""What builds the site of docs/: links that leave docs/, and docstrings for the API reference; see mkdocs.yml."""
+"""What builds the site of docs/: links into the repository, and docstrings for the API reference; see mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+import tomllib
 
 import cutlass_ops
 from cutlass_ops import e
@@ -15,13 +16,20 @@ from cutlass_ops.run.named import NAMED
 from cutlass_ops.run.ops import Op
 
 ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\./[^)]*)\)")
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr):`([^`]+)`")
 
 
+def on_config(config: Any, **_: Any) -> Any:
+    """Take the repository's address from pyproject.toml."""
+    config.repo_url, config.repo_name = REPOSITORY, "Repository"
+    return config
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the path in the repository in the place of each link that leaves docs/, since the site has no such page."""
+    """Let links that leave docs/ lead into the repository, since the site has no such page."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
 
     def path_of(link: re.Match[str]) -> str:
@@ -32,7 +40,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not path.exists():
             raise FileNotFoundError(f"docs/{page.file.src_uri} links to {target}, which is not there")
         name = path.relative_to(ROOT).as_posix()
-        return f"`{name}`" if text.strip("`") in (name, path.name, target) else f"{text} (`{name}`)"
+        shown = f"`{name}`" if text.strip("`") in (name, path.name, target) else text
+        return f"[{shown}]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name})"
 
     return _LINK.sub(path_of, markdown)
 

@@ -19,10 +19,10 @@ TOKENS, VOCABULARY, PADDED, HIDDEN = 96, 1000, 1024, 256
 class Statistics(NamedTuple):
     """The logits, and of each token's: the greatest, where it is, and the logarithm of the sum of exponentials."""
 
-    d: co.Value
-    most: co.Reduction
-    prediction: co.Reduction
-    lse: co.Reduction
+    d: co.types.Value
+    most: co.types.Reduction
+    prediction: co.types.Reduction
+    lse: co.types.Reduction
 
 
 @co.epilogue

@@ -7,7 +7,7 @@ import sys
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.run import reference
+from cutlass_ops.operand import reference
 
 M, N, K, P = 256, 512, 384, 0.1
 SEED = 0x1234_5678_9ABC_DEF0

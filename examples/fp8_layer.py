@@ -8,8 +8,8 @@ Four kernels besides attention, each a GEMM of FP8 operands:
 4. Down + residual: as 2, for the next layer.
 
 Attention gives BF16, and what quantises it is the one exception. Scales of activations are of whole tensors, by
-`co.Fp8State`: delayed scaling while a few passes calibrate them, and static afterwards. Weights have a scale for each
-column. The same layer with dynamic scales of rows is written in PyTorch below, as torchao has it, to compare with.
+`co.nn.Fp8State`: delayed scaling while a few passes calibrate them, and static afterwards. Weights have a scale for
+each column. The same layer with dynamic scales of rows is written in PyTorch below, as torchao has it, to compare with.
 
 On a GPU the layer has the size of Llama-3.1-8B's, and needs Hopper. On the CPU it is smaller and runs on the reference
 implementation.
@@ -55,7 +55,7 @@ class Stream(NamedTuple):
     statistic: co.RowStatistic
 
 
-def entering(x: Tensor, gamma: Tensor, state: co.Fp8State, eps: float) -> Stream:
+def entering(x: Tensor, gamma: Tensor, state: co.nn.Fp8State, eps: float) -> Stream:
     """Return the stream that the first layer reads: no GEMM comes before that, so PyTorch makes its copy."""
     copy, scale = state.quantize(x * gamma)
     return Stream(x, copy, scale, co.RowStatistic(x.float().square().sum(-1), x.shape[-1], eps))
@@ -89,10 +89,10 @@ class Fp8Layer(torch.nn.Module):
         self.register_buffer("after", layer.post_attention_layernorm.weight.detach())
         self.register_buffer("following", following.detach())
         # Of attention's output, of the stream's copies, and of the hidden activations.
-        self.attended, self.middle, self.hidden, self.out = (co.Fp8State(device=qkv.device) for _ in range(4))
+        self.attended, self.middle, self.hidden, self.out = (co.nn.Fp8State(device=qkv.device) for _ in range(4))
 
     @property
-    def states(self) -> tuple[co.Fp8State, ...]:
+    def states(self) -> tuple[co.nn.Fp8State, ...]:
         """The scales of what the layer quantises."""
         return self.attended, self.middle, self.hidden, self.out
 
@@ -114,25 +114,39 @@ class Fp8Layer(torch.nn.Module):
             The residual stream after it.
         """
         rotation = {"epilogue": block.rotary, "position": positions, "frequency": self.frequency}
-        qkv = co.rmsnorm_gemm(stream.copy, self.qkv, rstd=stream.statistic, scale_a=stream.scale, math=SUMS, **rotation)
+        qkv = co.rmsnorm_gemm(
+            co.Scaled(stream.copy, stream.scale), self.qkv, rstd=stream.statistic, math=SUMS, **rotation
+        )
         attended, scale = self.attended.quantize(self._attention(qkv, cache))
         made = self._plus_residual(attended, self.o, scale, stream.y, self.after, self.middle)
         measures = self.hidden.scaling == "delayed"
         hidden = co.gemm_swiglu(
-            made.copy, self.gate, self.up, rstd=made.statistic, scale_a=made.scale,
-            scale_out=self.hidden.scale, amax=measures, out_dtype=FP8, math=SUMS,
-        )  # fmt: skip
+            co.Scaled(made.copy, made.scale),
+            self.gate,
+            self.up,
+            rstd=made.statistic,
+            scale_out=self.hidden.scale,
+            amax=measures,
+            out_dtype=FP8,
+            math=SUMS,
+        )
         if measures:
             hidden, amax = hidden
             self.hidden.record(amax)
         return self._plus_residual(hidden, self.down, self.hidden.scale, made.y, self.following, self.out)
 
     def _plus_residual(
-        self, x: Tensor, w: co.PreparedWeight, scale: Tensor, residual: Tensor, gamma: Tensor, state: co.Fp8State
+        self,
+        x: Tensor,
+        w: co.types.PreparedWeight,
+        scale: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        state: co.nn.Fp8State,
     ) -> Stream:
         measures = state.scaling == "delayed"
         made = co.gemm_residual_rms(
-            x, w, residual, eps=self.eps, scale_a=scale, gamma=gamma, scale_out=state.scale, amax=measures, math=SUMS
+            co.Scaled(x, scale), w, residual, eps=self.eps, gamma=gamma, scale_out=state.scale, amax=measures, math=SUMS
         )
         if measures:
             state.record(made.amax)
@@ -154,7 +168,7 @@ def attention(config: block.LlamaConfig, heads: Tensor, cache: block.Cache | Non
     return found.transpose(1, 2).reshape(batch, sequence, -1)
 
 
-def calibrate(layers: list[Fp8Layer], first: co.Fp8State, run: Callable[[], object], passes: int = 3) -> None:
+def calibrate(layers: list[Fp8Layer], first: co.nn.Fp8State, run: Callable[[], object], passes: int = 3) -> None:
     """Run a few passes with delayed scaling, and keep the scales that they give.
 
     A first pass uses scales of 1, so that values beyond the largest of FP8 are cut off. Later ones see what earlier
@@ -252,7 +266,7 @@ def errors(config: block.LlamaConfig, case: Case, device: str, count: int = 2) -
     rope = block.LlamaRotaryEmbedding(config).to(device)(x, positions)
     caches = [block.Cache(case.batch, case.cached, config, device) if case.cached else None for _ in layers]
     paired = [None if cache is None else cache.in_pairs() for cache in caches]
-    state = co.Fp8State(device=device)
+    state = co.nn.Fp8State(device=device)
 
     def run() -> Tensor:
         stream = entering(x, gammas[0], state, config.rms_norm_eps)

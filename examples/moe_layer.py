@@ -207,11 +207,11 @@ class MoeLayer:
 
     def expand(self, rows: Tensor, slots: Slots) -> Tensor:
         """Return the gated products of rows with their experts' weights: (slots, inner)."""
-        return co.grouped_gemm(rows, self.gate, slots.ends, epilogue=swiglu, up=self.up)
+        return co.gemm(rows, self.gate, groups=co.Groups(slots.ends), epilogue=swiglu, up=self.up)
 
     def project(self, gated: Tensor, slots: Slots) -> Tensor:
         """Return what experts give their slots, times the router's shares: (slots, hidden)."""
-        return co.grouped_gemm(gated, self.down, slots.ends, epilogue=weighted, share=slots.shares)
+        return co.gemm(gated, self.down, groups=co.Groups(slots.ends), epilogue=weighted, share=slots.shares)
 
     def combine(self, rows: Tensor, slots: Slots) -> Tensor:
         """Add up the rows of each token: (tokens, hidden)."""

@@ -50,7 +50,7 @@ def main() -> None:
     tokens = torch.randint(4096, (2, 64), device=device)
     exact = step(copy.deepcopy(model).float(), tokens)
     theirs = error(step(model, tokens), exact)
-    co.patch(model)
+    model = co.patch(model)
     ours = error(step(model, tokens), exact)
     print(f"errors against FP32, of logits and gradients: plain {theirs[0]:.2e}, {theirs[1]:.2e}")
     print(f"fused {ours[0]:.2e}, {ours[1]:.2e}")

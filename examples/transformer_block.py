@@ -105,11 +105,11 @@ class FusedLayer:
 
     config: LlamaConfig
     statistic: Statistic
-    qkv: co.PreparedWeight
+    qkv: co.types.PreparedWeight
     frequency: Tensor
     o: Tensor
-    gate: co.PreparedWeight
-    up: co.PreparedWeight
+    gate: co.types.PreparedWeight
+    up: co.types.PreparedWeight
     down: Tensor
 
     @classmethod

@@ -1,9 +1,12 @@
 import gc
 import os
 import signal
+from collections import Counter
 
 import pytest
 from hypothesis import settings
+
+from tests import own_store
 
 # PyTorch and this library are imported by what uses them: workers wait for the process that hands out tests, and it
 # needs neither.
@@ -13,11 +16,15 @@ settings.register_profile("all", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=15)
 
 
+own_store.use()
 # Tests change what decisions follow from.
 os.environ["CUTLASS_OPS_CHOICES"] = "0"
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "sample(n): the quick tests take each n-th case of this test; the others are slow"
+    )
     settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
     if getattr(config.option, "numprocesses", None):
         # Workers, which are started after this, compute with one thread each: more threads than cores wait for each
@@ -90,11 +97,21 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(items):
     import torch
+
+    cases = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is not None and "slow" not in item.keywords:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sample.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # the keywords have names of folders as well
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -19,25 +19,34 @@ K, N, HIDDEN = 128, 192, 320
 ROWS = (2, 96)
 
 
+def linear(layer: Any, x: Tensor) -> Tensor:
+    """A layer without its activation in PyTorch."""
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def after(m: Any, d: Tensor) -> Tensor:
+    """A module's activation in PyTorch."""
+    return d if not m.activation else getattr(F, m.activation)(d)
+
+
 def activated(layer: Any, x: Tensor) -> Tensor:
     """A layer in PyTorch."""
-    d = F.linear(x, layer.weight, layer.bias)
-    return d if not layer.activation else getattr(F, layer.activation)(d)
+    return after(layer, linear(layer, x))
 
 
 def two(m: Any, x: Tensor) -> Tensor:
     """Two layers in PyTorch."""
-    return activated(m.fc2, activated(m.fc1, x))
+    return linear(m.fc2, after(m, linear(m.fc1, x)))
 
 
 def gated(m: Any, x: Tensor) -> Tensor:
     """A gated MLP in PyTorch."""
-    return activated(m.down_proj, activated(m.gate_proj, x) * activated(m.up_proj, x))
+    return linear(m.down_proj, after(m, linear(m.gate_proj, x)) * linear(m.up_proj, x))
 
 
 def normed(m: Any, x: Tensor) -> Tensor:
     """A norm and a layer in PyTorch."""
-    return activated(m.linear, m.norm(x))
+    return after(m, linear(m.linear, m.norm(x)))
 
 
 # A module, and the same in PyTorch.

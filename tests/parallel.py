@@ -78,6 +78,36 @@ def ddp(place: Place) -> None:
         _close(p.grad, q.grad)
 
 
+class _Scaled(nn.Module):
+    """A layer that notes the greatest value of its input, and with which scale it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state, self.scales = co.nn.Linear(K, K), co.nn.Fp8State(history=2), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scales.append(self.state.scale.clone())
+        self.state.quantize(x.detach())
+        d: Tensor = self.layer(x)
+        self.state.step()
+        return d
+
+
+def fp8_state(place: Place) -> None:
+    """DDP sends the first process's scale and history to all before each pass, which then quantise alike."""
+    module = _Scaled().to(place.device, BF16)
+    spread = DistributedDataParallel(module)
+    parts = [place.data() * (2.0 + rank) for rank in range(place.world)]
+    for _ in range(3):
+        _backward(spread(parts[place.rank]))
+    assert {x.dtype for x in module.buffers()} == {torch.float32}
+    every = [torch.zeros(3, device=place.device) for _ in range(place.world)]
+    dist.all_gather(every, torch.stack(module.scales))
+    scale = parts[0].abs().max().float().reshape(1) / 448
+    for scales in every:
+        torch.testing.assert_close(scales, torch.cat((torch.ones_like(scale), scale, scale)))
+
+
 def fsdp2(place: Place) -> None:
     """Parameters are whole in a forward and a backward, and sharded otherwise; a step gives what one process gets."""
     alone, spread, mesh = place.model(), place.model(), place.mesh
@@ -153,7 +183,10 @@ def residuals(place: Place) -> None:
     parallelize_module(patched, place.mesh, {"0": column, "1": row})
     _close(patched(x), wanted)
     co.unpatch(patched)
-    assert co.patch(patched).kept == {"0": "its weight is a DTensor", "1": "its weight is a DTensor"}
+    assert co.patch(co.patch(patched), dry_run=True).kept == {
+        "0": "its weight is a DTensor",
+        "1": "its weight is a DTensor",
+    }
 
 
 def dtensors(place: Place) -> None:
@@ -192,6 +225,7 @@ def _refused(call: Callable[[], object], kind: type[Exception], message: str) ->
 
 CASES: dict[str, Callable[[Place], None]] = {
     "ddp": ddp,
+    "fp8_state": fp8_state,
     "fsdp2": fsdp2,
     "tensor_parallel": tensor_parallel,
     "residuals": residuals,
@@ -203,32 +237,11 @@ CASES: dict[str, Callable[[Place], None]] = {
 
 
 def together(name: str, world: int, backend: str, folder: Path, *, seconds: float = 180, pretended: Any = None) -> Any:
-    """Run one of :data:`CASES` in several processes.
+    """Run cases, with commas between their names, in several processes that meet in an empty folder.
 
-    Parameters
-    ----------
-    name : str
-        The case.
-    world : int
-        How many processes there are.
-    backend : {"gloo", "nccl"}
-        gloo computes on the CPU, NCCL on a GPU for each process.
-    folder : Path
-        An empty folder, where they meet.
-    seconds : float
-        How long they may take.
-    pretended : Device, optional
-        A device that processes on the CPU take theirs for.
-
-    Returns
-    -------
-    list of KernelSpec
-        The kernels of the pretended device that the first process launched.
-
-    Raises
-    ------
-    AssertionError
-        With what they said, if one failed.
+    gloo computes on the CPU, and NCCL on a GPU for each process. Processes on the CPU take a pretended device for
+    theirs, and the kernels that the first one launched there are returned. Raises AssertionError, with what they said,
+    if one failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pretended").write_bytes(pickle.dumps(pretended))
@@ -254,7 +267,7 @@ def together(name: str, world: int, backend: str, folder: Path, *, seconds: floa
 
 
 def _main() -> None:
-    """Run one of the cases as one of several processes."""
+    """Run cases as one of several processes."""
     name, rank, world, backend, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
     torch.set_num_threads(1)
     place = Place(rank, world, torch.device("cpu" if backend == "gloo" else f"cuda:{rank}"))
@@ -265,10 +278,16 @@ def _main() -> None:
         only_what_is_called()
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world)
+
+    def run() -> None:
+        for each in name.split(","):
+            print(f"---- {each}", flush=True)
+            CASES[each](place)
+
     if pretended is None:
-        CASES[name](place)
+        run()
     else:
-        kernels = _on(pretended, lambda: CASES[name](place))
+        kernels = _on(pretended, run)
     dist.destroy_process_group()
     if rank == 0:
         (folder / "kernels").write_bytes(pickle.dumps(kernels))
@@ -288,9 +307,9 @@ def only_what_is_called() -> None:
 
 def _on(device: Any, run: Callable[[], object]) -> list[Any]:
     """Run on a device that is made up; return its kernels."""
-    from tests.gpu import steps
+    from tests.gpu import foreseen
 
-    return steps.noted(device, run)
+    return foreseen.noted(device, run)
 
 
 if __name__ == "__main__":

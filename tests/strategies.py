@@ -1,7 +1,7 @@
 """Hypothesis strategies for whole epilogues, with an evaluation of their own.
 
 A :class:`Program` is drawn as a list of steps and can be run twice: through the epilogue language, which gives a traced
-graph, and directly on PyTorch tensors, which shares no code with :mod:`cutlass_ops.run.reference`.
+graph, and directly on PyTorch tensors, which shares no code with :mod:`cutlass_ops.operand.reference`.
 """
 
 from __future__ import annotations

@@ -151,12 +151,10 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
   std::string const& type = operand.type;
   std::string const element = type.substr(0, type.find('.'));
   bool const rows = type.find(".row") != std::string::npos;
-  int const width = element == "f64"                                            ? 8
-                    : element == "f32" || element == "i32" || element.substr(0, 4) == "tf32" ? 4
-                    : element == "e4m3" || element == "e5m2" || element == "i8" ? 1
-                                                                                : 2;
   size_t const align = type.find(".align");
-  int const bytes = align == std::string::npos ? 16 : std::stoi(type.substr(align + 6)) * width;
+  auto const* const tensor = std::get_if<Tensor>(&arguments.at(position));
+  int const bits = tensor == nullptr ? 8 : tensor->dtype.bits;
+  int const bytes = align == std::string::npos ? 16 : std::stoi(type.substr(align + 6)) * bits / 8;
   std::map<int, std::string> const words = {
       {kKind, "must be a tensor of " + element},
       {kShape, "has a shape that disagrees with the other arguments"},

@@ -1,5 +1,5 @@
 // A bundle's files, in an archive or a folder, and memory files that libraries are loaded from. The rules are those of
-// cutlass_ops/artifacts/container.py and loader.py, and of cutlass_ops/base/private.py.
+// cutlass_ops/artifacts/container.py and loader.py, and of cutlass_ops/base/disk.py.
 
 #pragma once
 

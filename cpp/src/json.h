@@ -33,6 +33,9 @@ class Json {
     return true;
   }
 
+  // Whether a character is next.
+  bool next(char c) const { return at_ < text_.size() && text_[at_] == c; }
+
   void expect(std::string_view token, std::string const& what) {
     if (!take(token)) throw error(what + " is expected");
   }

@@ -1,5 +1,6 @@
-// Reads a bundle's manifest by the rules of cutlass_ops/artifacts/manifest.py. It has the names of the epilogue language and
-// of configurations. tests/cpp compares these tables with Python's, and tests/faults compares the readers.
+// Reads a bundle's manifest: its bytes, structure, limits and digests. What declarations mean is checked by Python alone
+// (cutlass_ops/artifacts/manifest.py), which writes bundles: a kernel's key covers every byte of its declaration. tests/cpp
+// compares limits and readers: this one accepts what Python's accepts.
 
 #pragma once
 

@@ -58,26 +58,14 @@ class BundledKernel(Artifact):
         return self.folder / f"sources/{self.key}.cu"
 
     def read_library(self) -> bytes:
-        """Read the library, and check its contents and its key against the manifest.
-
-        Raises
-        ------
-        BundleError
-            If they do not match.
-        """
+        """Read the library, and check its contents and its key against the manifest."""
         if identity_key(self.manifest["identity"]) != self.key:
             name = f"bundle {self.folder}: kernels/{self.key}.so"
             raise BundleError(f"{name}: its key does not match its identity in the manifest")
         return _read(self.container, f"kernels/{self.key}.so", File(self.sha256, self.size))
 
     def read_source(self) -> bytes:
-        """Read the source, and check it against the manifest.
-
-        Raises
-        ------
-        BundleError
-            If it does not match.
-        """
+        """Read the source, and check it against the manifest."""
         return _read(self.container, f"sources/{self.key}.cu", File(**self.manifest["files"][SOURCE]))
 
 
@@ -144,16 +132,6 @@ class Bundle:
         here = (c for c in (group.choices if group else ()) if (c.capability, c.n, c.k) == (capability, n, k))
         return next(here, None)
 
-    def read_source(self, record: KernelRecord) -> bytes:
-        """Return a kernel's C++ source.
-
-        Raises
-        ------
-        BundleError
-            If it does not match the manifest.
-        """
-        return _read(self._container, record.source_name, record.source)
-
     def read_table(self, table: File) -> bytes:
         """Return a tuning table's JSON.
 
@@ -172,43 +150,29 @@ def open_bundle(
     minimum_version: int | None = None,
     beside: Path | None = None,
 ) -> Bundle:
-    """Open a bundle. Check everything except the contents of kernels, sources and tables.
-
-    Parameters
-    ----------
-    path : path
-        The archive or the folder.
-    public_key : path or iterable of path, optional
-        PEM files of Ed25519 keys. One of them must have signed the manifest. The signature is checked before anything
-        else is read.
-    minimum_version : int, optional
-        Minimum version of the bundle, as set in its catalogue.
-    beside : Path, optional
-        As for :func:`cutlass_ops.artifacts.container.open_container`.
-
-    Raises
-    ------
-    BundleError
-        If the bundle is unsafe, incomplete, of another format, not signed by one of the keys, too old, or made for
-        another version of this library.
-    TypeError, ValueError, OSError
-        If a public key cannot be read, the minimum version is not valid, or the path is empty.
-    """
+    """Open a bundle. Check everything except the contents of kernels, sources and tables."""
     if os.fspath(path) == "":
         # It would be the current folder, whatever that has.
         raise ValueError("the path of the bundle is empty: name a file or a folder")
     keys = None if public_key is None else public_key_paths(public_key)
     if minimum_version is not None:
-        require_version_number(minimum_version, "minimum_version")
+        if type(minimum_version) is not int:
+            raise TypeError(f"minimum_version must be an integer, not {type(minimum_version).__name__}")
+        if not 1 <= minimum_version <= MAX_VERSION:
+            given = checked_json.shown(minimum_version)
+            raise ValueError(f"minimum_version must be an integer from 1 to {MAX_VERSION}, not {given}")
     found = open_container(path, beside)
     try:
-        text = _manifest_text(found)
+        size = found.sizes.get(MANIFEST)
+        if size is None:
+            raise BundleError(f"it has no {MANIFEST}")
+        if size > MAX_BYTES:
+            raise BundleError(f"{MANIFEST} has {size} bytes: at most {MAX_BYTES} are allowed")
+        text = found.read(MANIFEST)
         signed_by = None if keys is None else require_signature(text, _signature(found), keys)
         manifest = Manifest.from_bytes(text)
         _require_files(found, manifest)
-        _require_version(manifest)
-        if minimum_version is not None:
-            _require_recent(manifest, minimum_version)
+        _require_version(manifest, minimum_version)
     except BundleError as exc:
         raise BundleError(f"bundle {found.path}: {exc}") from None
     return Bundle(found, manifest, signed_by)
@@ -222,20 +186,6 @@ def needs() -> str:
     return f"{FORMAT.replace('/', '.')}-abi{ABI}-templates{TEMPLATE_VERSION}"
 
 
-def require_version_number(value: object, name: str) -> None:
-    """Check a bundle's version number.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is not an integer, or out of range.
-    """
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if not 1 <= value <= MAX_VERSION:
-        raise ValueError(f"{name} must be an integer from 1 to {MAX_VERSION}, not {checked_json.shown(value)}")
-
-
 def write_bundle(
     path: Path,
     manifest: Manifest,
@@ -244,30 +194,7 @@ def write_bundle(
     private_key: Path | None = None,
     folder: bool = False,
 ) -> None:
-    """Write a bundle. The same contents give the same bytes.
-
-    Parameters
-    ----------
-    path : Path
-        Output path. An existing archive is replaced.
-    manifest : Manifest
-        The manifest.
-    files : mapping of str to bytes
-        Contents of every file in the manifest.
-    private_key : Path, optional
-        PEM file of an Ed25519 key to sign the manifest with.
-    folder : bool
-        Whether to write a folder instead of an archive.
-
-    Raises
-    ------
-    ValueError
-        If the folder already exists, or the key cannot be used.
-    BundleError
-        If the files do not match the manifest.
-    OSError
-        If it cannot be written.
-    """
+    """Write a bundle. The same contents give the same bytes."""
     if set(files) != set(manifest.files):
         raise BundleError("the files do not match the names in the manifest")
     for name, file in manifest.files.items():
@@ -279,15 +206,6 @@ def write_bundle(
     if private_key is not None:
         written[SIGNATURE] = sign(text, private_key)
     container.write(path, written, folder=folder)
-
-
-def _manifest_text(found: Container) -> bytes:
-    size = found.sizes.get(MANIFEST)
-    if size is None:
-        raise BundleError(f"it has no {MANIFEST}")
-    if size > MAX_BYTES:
-        raise BundleError(f"{MANIFEST} has {size} bytes: at most {MAX_BYTES} are allowed")
-    return found.read(MANIFEST)
 
 
 def _signature(found: Container) -> bytes:
@@ -312,7 +230,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _require_version(manifest: Manifest) -> None:
+def _require_version(manifest: Manifest, least: int | None) -> None:
     ours, theirs = (ABI, TEMPLATE_VERSION), (manifest.abi, manifest.templates)
     if ours != theirs:
         raise BundleError(
@@ -320,12 +238,9 @@ def _require_version(manifest: Manifest) -> None:
             f"this is {resources.library_version()} (ABI {ours[0]}, templates {ours[1]}): build it again with this "
             "version's `cutlass-ops bundle`, or install that one"
         )
-
-
-def _require_recent(manifest: Manifest, least: int) -> None:
-    if manifest.version is None:
+    if least is not None and manifest.version is None:
         raise BundleError(f"it has no version, but version {least} or later is required: set one in its catalogue")
-    if manifest.version < least:
+    if least is not None and (manifest.version or 0) < least:
         raise BundleError(f"its version is {manifest.version}, but {least} or later is required: use a newer one")
 
 
@@ -349,24 +264,7 @@ def manifest_of(
     tables: Iterable[bytes],
     version: int | None = None,
 ) -> Manifest:
-    """Return the manifest of a bundle with these contents.
-
-    Parameters
-    ----------
-    artifacts : iterable of Artifact
-        Kernels, all from one toolchain.
-    choices : mapping of OpSignature to tuple of Choice
-        Which kernel runs which problem.
-    tables : iterable of bytes
-        Tuning tables as JSON.
-    version : int, optional
-        Version of the catalogue.
-
-    Raises
-    ------
-    BundleError
-        If the kernels were made by different toolchains or template versions.
-    """
+    """Return the manifest of a bundle with these contents."""
     groups: dict[OpSignature, list[KernelRecord]] = {}
     heads: dict[bytes, dict[str, object]] = {}
     flags: dict[str, dict[str, tuple[str, ...]]] = {}

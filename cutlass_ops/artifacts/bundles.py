@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -27,32 +28,19 @@ if TYPE_CHECKING:
 
 
 class State(NamedTuple):
-    """What changes whenever a look into the bundles may find something else.
+    """What changes whenever a look into the bundles may find something else."""
 
-    Attributes
-    ----------
-    generation : int
-        Counts the changes.
-    aside : bool
-        Whether this thread finds nothing in any bundle.
-    distributions : bool
-        Whether distributions of kernels are installed.
-    """
-
-    generation: int
-    aside: bool
-    distributions: bool
+    generation: int  # counts the changes
+    aside: bool  # whether this thread finds nothing in any bundle
+    distributions: bool  # whether distributions of kernels are installed
 
 
 class Bundles(Part):
     """A session's bundles, in the order of their precedence.
 
-    The last loaded comes first, then those of the environment as it names them, then those that are installed, in the
-    order of their names. A kernel comes from the first that has it. Environment and installation are looked at when a
-    kernel is first asked for.
-
-    What the user *asked* for, by loading or in the environment, is all that serves its signatures. What is installed
-    serves as well as it can: ``choose.limits`` says when a choice is limited to it.
+    The last loaded comes first, then those of the environment as it names them, then those that are installed, by name.
+    Only what the user *asked* for, by loading or in the environment, serves its signatures. What is installed does not
+    limit the choice, unless nothing else can be had (``choose.limits``).
     """
 
     def __init__(self, session: Session) -> None:
@@ -72,15 +60,7 @@ class Bundles(Part):
     def load(
         self, path: str | os.PathLike[str], public_key: PublicKeys | None = None, minimum_version: int | None = None
     ) -> Bundle:
-        """Open a bundle and put it before all others. What is not given is the environment's.
-
-        Raises
-        ------
-        BundleError
-            If it cannot be used.
-        TypeError, ValueError, OSError
-            If a public key cannot be read, or the minimum version is not a positive integer.
-        """
+        """Open a bundle and put it before all others. What is not given is the environment's."""
         keys = env.bundle_keys() if public_key is None else public_key
         least = env.bundle_version() if minimum_version is None else minimum_version
         with env.naming_key(env.BUNDLE_KEY) if public_key is None else contextlib.nullcontext():
@@ -92,15 +72,7 @@ class Bundles(Part):
         return bundle
 
     def asked(self) -> tuple[Bundle, ...]:
-        """Return the bundles that the user asked for, the first to look in first.
-
-        Raises
-        ------
-        BundleError
-            If one that the environment names cannot be used.
-        ValueError, OSError
-            If a variable or a public key cannot be read.
-        """
+        """Return the bundles that the user asked for, the first to look in first."""
         if getattr(self._local, "aside", False):
             return ()
         text = (env.BUNDLES.given, env.BUNDLE_KEY.given, env.BUNDLE_VERSION.given)
@@ -115,25 +87,13 @@ class Bundles(Part):
             return self._loaded + self._named
 
     def state(self) -> State:
-        """Return what changes whenever a look into the bundles may find something else.
-
-        Raises
-        ------
-        BundleError, ValueError, OSError
-            As for :meth:`asked`.
-        """
+        """Return what changes whenever a look into the bundles may find something else."""
         self.asked()
         installed = self._installed is not None and bool(self._installed.distributions)
         return State(self.generation, getattr(self._local, "aside", False), installed)
 
     def installed(self, signature: OpSignature) -> tuple[Bundle, ...]:
-        """Return the installed bundles that may have kernels for a signature, by the names of their distributions.
-
-        Raises
-        ------
-        BundleError, ValueError, OSError
-            As for :meth:`asked`. What is wrong with an installed bundle is a warning.
-        """
+        """Return the installed bundles that may have kernels for a signature, by the names of their distributions."""
         self.asked()
         if self._installed is None or getattr(self._local, "aside", False):
             return ()
@@ -141,13 +101,7 @@ class Bundles(Part):
             return self._installed.of(signature)
 
     def all(self) -> tuple[Bundle, ...]:
-        """Return all bundles, the first to look in first. It opens every one that is installed.
-
-        Raises
-        ------
-        BundleError, ValueError, OSError
-            As for :meth:`asked`.
-        """
+        """Return all bundles, the first to look in first. It opens every one that is installed."""
         asked = self.asked()
         if self._installed is None or getattr(self._local, "aside", False):
             return asked
@@ -155,25 +109,13 @@ class Bundles(Part):
             return (*asked, *(bundle for _, bundle in self._installed.every()))
 
     def distributions(self) -> list[str]:
-        """Return the names and versions of the installed distributions of kernels.
-
-        Raises
-        ------
-        BundleError, ValueError, OSError
-            As for :meth:`asked`.
-        """
+        """Return the names and versions of the installed distributions of kernels."""
         self.asked()
         found = () if self._installed is None else self._installed.distributions
         return [str(each) for each in found]
 
     def refuse(self, kernel: Artifact, why: BundleError) -> bool:
-        """Leave out the installed bundle of a kernel that cannot be read, with a warning.
-
-        Returns
-        -------
-        bool
-            Whether its bundle was installed: one that the user asked for stays, and its error is the call's.
-        """
+        """Leave out the installed bundle of a kernel that cannot be read, with a warning."""
         with self._lock:
             refused = self._installed is not None and self._installed.refuse(kernel.folder, why)
             self.generation += refused
@@ -182,7 +124,7 @@ class Bundles(Part):
     @classmethod
     @contextlib.contextmanager
     def aside(cls) -> Iterator[None]:
-        """Have this thread find nothing in any bundle of the session for as long as the context lasts."""
+        """Context in which this thread finds nothing in any bundle of the session."""
         local = cls.current()._local
         local.aside = True
         try:
@@ -204,31 +146,18 @@ class Bundles(Part):
     def configs(
         self, signature: OpSignature, capability: tuple[int, int], *, installed: bool = False
     ) -> tuple[Config, ...]:
-        """Return all configurations in which there are kernels for calls on a device.
-
-        Parameters
-        ----------
-        signature : OpSignature
-            The calls' signature.
-        capability : tuple of int
-            The device's compute capability.
-        installed : bool
-            Whether to look into what is installed, instead of what the user asked for.
-        """
+        """Return all configurations in which there are kernels for calls on a device."""
         bundles = self.installed(signature) if installed else self.asked()
         return tuple(dict.fromkeys(c for bundle in bundles for c in bundle.configs(signature, capability)))
 
     def of_one_kind(
         self, signature: OpSignature, capability: tuple[int, int], *, installed: bool = False
     ) -> tuple[Config, ...]:
-        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either.
-
-        Where wgmma takes copies of operands, which may last longer than all of mma.sync, both. The parameters are those
-        of :meth:`configs`.
-        """
+        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either."""
         found = self.configs(signature, capability, installed=installed)
-        if any(c.wgmma for c in found) and not signature.realigns:
-            return tuple(c for c in found if c.wgmma or c.few_rows)
+        # Where wgmma takes copies of operands, these may last longer than all of mma.sync.
+        if any(c.family.tma for c in found) and not signature.realigns:
+            return tuple(c for c in found if c.family.tma or c.few_rows)
         return found
 
     def choice(
@@ -267,7 +196,12 @@ def _open(path: str | os.PathLike[str], keys: PublicKeys | None, least: int | No
     return open_bundle(path, keys, minimum_version=least)
 
 
-def _installed(keys: tuple[Path, ...] | None, least: int | None) -> Installed:
+def _installed(keys: tuple[Path, ...] | None, least: int | None) -> Installed | None:
+    from cutlass_ops.base import resources
+
+    # To import what reads bundles takes half of a process's first look for a kernel.
+    if importlib.machinery.PathFinder.find_spec(resources.BUNDLES) is None:
+        return None
     from cutlass_ops.artifacts.installed import Installed
 
     return Installed(keys, least)

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from cutlass_ops.base.atomic import replacing
+from cutlass_ops.base.disk import NotPrivateError, open_private, read_private, replacing, require_private
 from cutlass_ops.base.errors import BundleError, LoadError
-from cutlass_ops.base.private import NotPrivateError, open_private, read_private, require_private
 
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
@@ -77,46 +76,18 @@ def _end(count: int, size: int, offset: int) -> bytes:
 
 
 class Container(ABC):
-    """A bundle's files. They are opened once, so a later rename over the bundle changes nothing.
+    """A bundle's files. They are opened once, so a later rename over the bundle changes nothing."""
 
-    Attributes
-    ----------
-    path : Path
-        Path of the bundle.
-    sizes : mapping of str to int
-        Size of each file in bytes.
-    """
-
-    path: Path
-    sizes: Mapping[str, int]
+    path: Path  # path of the bundle
+    sizes: Mapping[str, int]  # size of each file in bytes
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return a file's contents, ``sizes[name]`` bytes.
-
-        Raises
-        ------
-        BundleError
-            If the file is missing or changed.
-        """
+        """Return a file's contents, ``sizes[name]`` bytes."""
 
 
 def open_container(path: str | os.PathLike[str], beside: Path | None = None) -> Container:
-    """Open an archive or a folder.
-
-    Parameters
-    ----------
-    path : path
-        The archive or the folder.
-    beside : Path, optional
-        For an archive inside an installed package, the folder of packages: see
-        :func:`cutlass_ops.base.private.require_private`.
-
-    Raises
-    ------
-    BundleError
-        If it cannot be read, can be written by others, or differs from what :func:`write` makes.
-    """
+    """Open an archive or a folder."""
     given = Path(path).absolute()
     try:
         # The user may link to a bundle. Links inside a bundle are rejected.
@@ -264,24 +235,7 @@ def _owned(owner: Container, descriptor: int) -> int:
 
 
 def write(path: Path, files: Mapping[str, bytes], *, folder: bool = False) -> None:
-    """Write files atomically, as an archive or a folder. The same files give the same bytes.
-
-    Parameters
-    ----------
-    path : Path
-        Output path. An existing archive is replaced; an existing folder is an error.
-    files : mapping of str to bytes
-        Contents by name.
-    folder : bool
-        Whether to write a folder.
-
-    Raises
-    ------
-    ValueError
-        If the folder already exists, or the files are too many or too large.
-    OSError
-        If it cannot be written.
-    """
+    """Write files atomically, as an archive or a folder. The same files give the same bytes."""
     _require_bounds(files)
     if folder and os.path.lexists(path):
         raise ValueError(f"{path} already exists: remove it, or name another folder")

@@ -9,13 +9,12 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass_ops.artifacts.container import MAX_FILE
-from cutlass_ops.base import checked_json, env, recency
-from cutlass_ops.base.atomic import DELETIONS
+from cutlass_ops.base import checked_json, disk, env
+from cutlass_ops.base.disk import DELETIONS, read_private, require_private
 from cutlass_ops.base.errors import ConfigError, LoadError
-from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
 FORMAT = 2  # of the manifest, and of what was checked before it was written
@@ -30,13 +29,7 @@ KEEP = f"Stop whatever removes its files, or set {env.CACHE_DIR.name} to a folde
 
 
 def identity_key(identity: Mapping[str, Any]) -> str:
-    """Return the key of an identity: the SHA-256 of its canonical JSON.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If JSON cannot hold the identity.
-    """
+    """Return the key of an identity: the SHA-256 of its canonical JSON."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return sha256(text.encode())
 
@@ -51,30 +44,27 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class Compiled(NamedTuple):
+    """Result of one compilation."""
+
+    seconds: float  # compile time
+    # The compiler's report. For each `__global__` function: name, registers per thread, and static shared memory,
+    # stack, spill stores and spill loads in bytes.
+    resources: tuple[dict[str, str | int], ...]
+
+
 @dataclass(frozen=True)
 class Artifact:
-    """One compiled kernel on disk. It was complete when it was looked up.
+    """One compiled kernel on disk. It was complete when it was looked up."""
 
-    Attributes
-    ----------
-    key : str
-        Hash of everything that changes the binary.
-    folder : Path
-        Folder of its files.
-    sha256 : str
-        SHA-256 of the library, checked again before loading.
-    manifest : mapping
-        ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
-        ``compile_seconds``, ``library_version``; and ``fetched_from``, a URL, if another machine compiled it.
-    again : callable, optional
-        Rebuilds a kernel that was removed from the store. It takes a function, calls it with the new artifact before
-        another process can remove that, and returns the result.
-    """
-
-    key: str
-    folder: Path
-    sha256: str
+    key: str  # hash of everything that changes the binary
+    folder: Path  # folder of its files
+    sha256: str  # SHA-256 of the library, checked again before loading
+    # `identity` (what the key hashes), `files`, `sass` (opcode counts), `resources`, `created`,
+    # `compile_seconds`, `library_version`; and `fetched_from`, a URL, if another machine compiled it.
     manifest: Mapping[str, Any] = field(compare=False, repr=False)
+    # Rebuilds a kernel that was removed from the store. It takes a function, calls it with the new artifact before
+    # another process can remove that, and returns the result.
     again: Callable[[Callable[[Artifact], Any]], Any] | None = field(
         default=None, compare=False, repr=False, kw_only=True
     )
@@ -101,15 +91,7 @@ class Artifact:
         return int(self.manifest["files"][LIBRARY]["size"])
 
     def read_library(self) -> bytes:
-        """Read the library and check it against the manifest again.
-
-        Raises
-        ------
-        LoadError
-            If it does not match.
-        CutlassOpsError
-            If it was removed and cannot be built again.
-        """
+        """Read the library and check it against the manifest again."""
         return self._read(LIBRARY)
 
     def read_source(self) -> bytes:
@@ -117,14 +99,11 @@ class Artifact:
         return self._read(SOURCE)
 
     def present(self) -> Artifact:
-        """Mark the kernel as used and return it; rebuild it first if it was removed.
-
-        Call this before reading the files directly.
-        """
+        """Mark the kernel as used and return it; rebuild it first if it was removed."""
         if self.again is None:
             return self
         if os.path.lexists(self.folder):
-            recency.touch(self.folder)
+            disk.touch(self.folder)
             return self
         found: Artifact = self.again(lambda artifact: artifact)
         return found
@@ -165,31 +144,12 @@ class Artifact:
 
     @property
     def spec(self) -> Declaration:
-        """The declaration.
-
-        Raises
-        ------
-        ConfigError
-            If this version of the library cannot read it.
-        """
+        """The declaration."""
         return declaration_from_json(self.manifest["identity"]["spec"])
 
 
 def open_entry(folder: Path, key: str | None = None) -> Artifact:
-    """Read one entry and check its manifest, owner, sizes and hashes.
-
-    Parameters
-    ----------
-    folder : Path
-        The entry's folder.
-    key : str, optional
-        The kernel's key; the default is the folder's name.
-
-    Raises
-    ------
-    LoadError
-        If a check fails. The message says which.
-    """
+    """Read one entry and check its manifest, owner, sizes and hashes."""
     try:
         info = folder.lstat()
         if not stat.S_ISDIR(info.st_mode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.metadata
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,15 +19,14 @@ from pathlib import Path
 from cutlass_ops.artifacts.bundle import Bundle, needs, open_bundle
 from cutlass_ops.base import checked_json, env, resources
 from cutlass_ops.base.errors import BundleError
-from cutlass_ops.base.warned import warn_once
+from cutlass_ops.base.session import warn_once
 from cutlass_ops.declare.signature import OpSignature, signature_to_json
 
 GROUP = "cutlass_ops.bundles"
-# The namespace package in which each distribution has a folder: no module of the user's has this name.
-NAMESPACE = "cutlass_ops_bundles"
+NAMESPACE = resources.BUNDLES
 SUFFIX = ".bundle"
 
-# Of a digest so many digits tell the signatures of one distribution apart.
+# Number of a digest's digits, which tell the signatures of one distribution apart.
 _DIGITS = 32
 _OF_A_SIGNATURE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 _FOLDER = re.compile(rf"{NAMESPACE}\.(\w+)", re.ASCII)
@@ -40,29 +40,20 @@ def file_name(signature: OpSignature) -> str:
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution of kernels.
+    """An installed distribution of kernels."""
 
-    Attributes
-    ----------
-    name, version : str
-        As pip knows them.
-    folder : Path
-        Where its bundles are.
-    packages : Path
-        The folder of packages: who may write there can have this process run any code anyway.
-    """
-
+    # As pip knows them.
     name: str
     version: str
-    folder: Path
-    packages: Path
+    folder: Path  # where its bundles are
+    packages: Path  # the folder of packages: who may write there can have this process run any code anyway
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     def paths(self, signature: OpSignature | None = None) -> list[Path]:
         """Return the bundles that may have kernels for a signature, or all."""
-        found = sorted(self.folder.glob(f"*{SUFFIX}"))
+        found = sorted(self.folder / name for name in os.listdir(self.folder) if name.endswith(SUFFIX))
         if signature is None:
             return found
         mine = file_name(signature)
@@ -95,10 +86,8 @@ def _distributions(packages: Path, stem: str) -> Iterator[Distribution]:
 
 
 def _folders() -> Iterator[tuple[Path, str]]:
-    """Yield the folders in the namespace: that of packages, and the name.
-
-    They are looked for first, since to read the entry points of all installed packages takes ten milliseconds.
-    """
+    """Yield the folders in the namespace: that of packages, and the name."""
+    # To read the entry points of all installed packages takes ten milliseconds.
     namespace = importlib.machinery.PathFinder.find_spec(NAMESPACE)
     for place in (namespace and namespace.submodule_search_locations) or ():
         try:
@@ -116,7 +105,7 @@ def _distribution(
 ) -> Distribution | None:
     match = _FOLDER.fullmatch(entry.value)
     if match is None:
-        warn_once(f"an entry point of {GROUP} is ignored: {entry.value!r} is not {NAMESPACE}.NAME")
+        warn_once(f"an entry point of {GROUP} is ignored: {checked_json.shown(entry.value)} is not {NAMESPACE}.NAME")
         return None
     # None where the file is empty.
     if not isinstance(about.name, str) or not isinstance(about.version, str):
@@ -124,7 +113,7 @@ def _distribution(
     found = Distribution(about.name, about.version, packages / NAMESPACE / match[1], packages)
     if entry.name != needs():
         library = resources.library_version()
-        why = f"they are for {entry.name}, and this is cutlass_ops {library} ({needs()})"
+        why = f"they are for {checked_json.printable(entry.name)}, and this is cutlass_ops {library} ({needs()})"
         _warn(found, f"{why}. Install one that is made for it")
         return None
     return found
@@ -139,15 +128,7 @@ def _warn(distribution: Distribution, why: object) -> None:
 
 
 class Installed:
-    """The bundles of all installed distributions. Each is opened once, and left out if something is wrong with it.
-
-    Parameters
-    ----------
-    keys : tuple of Path, optional
-        Keys of which one must have signed each bundle.
-    least : int, optional
-        Minimum version of each bundle.
-    """
+    """The bundles of all installed distributions. Each is opened once, and left out if something is wrong with it."""
 
     def __init__(self, keys: tuple[Path, ...] | None = None, least: int | None = None) -> None:
         self._keys, self._least = keys, least
@@ -173,7 +154,7 @@ class Installed:
 
     def refuse(self, bundle: Path, why: BundleError) -> bool:
         """Leave a bundle out from now on, if it is one of these; return whether it is."""
-        owner = next((each for each in self.distributions if bundle.parent == each.folder.resolve()), None)
+        owner = next((each for each in self.distributions if str(bundle.parent) == os.path.realpath(each.folder)), None)
         if owner is None:
             return False
         _warn(owner, why)
@@ -182,7 +163,12 @@ class Installed:
         return True
 
     def _open(self, distribution: Distribution, signature: OpSignature | None) -> Iterator[Bundle]:
-        for path in distribution.paths(signature):
+        try:
+            paths = distribution.paths(signature)
+        except OSError as exc:
+            _warn(distribution, f"its folder cannot be read ({exc.strerror})")
+            return
+        for path in paths:
             if path not in self._opened:
                 self._opened[path] = self._tried(distribution, path)
             found = self._opened[path]

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops.base import arch, env, forks
+from cutlass_ops.base import arch, elf, env, forks
 from cutlass_ops.base.errors import LoadError
 
 if TYPE_CHECKING:
@@ -49,44 +49,28 @@ class Reason(IntEnum):
 
 
 def refusal(status: int) -> tuple[int, Reason]:
-    """Return the position of the argument that a launch rejected, and the reason.
-
-    Parameters
-    ----------
-    status : int
-        Nonzero result of :attr:`LoadedKernel.launch`.
-    """
+    """Return the position of the argument that a launch rejected, and the reason."""
     position, reason = divmod(status, 16)
     return position, Reason(reason)
 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel in this process. It stays loaded until the process ends.
-
-    Attributes
-    ----------
-    artifact : Artifact
-        The artifact.
-    launch : callable
-        Launches on the current stream of the operands' device and returns 0. If it rejects an argument, it launches
-        nothing and returns a status for :func:`refusal`.
-    workspace_size : callable
-        Takes M, N, K, the number of GEMMs, raster order and swizzle. Returns the bytes of workspace on the current
-        device.
-    prepare : callable
-        Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
-        exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
-    load : callable
-        Takes a device's number and has its driver load the kernel, which it would otherwise do at the first launch
-        there. Safe while another thread captures a graph. :meth:`load_on` says when to call it.
-    """
+    """A kernel in this process. It stays loaded until the process ends."""
 
     artifact: Artifact
+    # Launches on the current stream of the operands' device and returns 0. If it rejects an argument, it launches
+    # nothing and returns a status for `refusal`.
     launch: Callable[..., int]
+    # Takes M, N, K, the number of GEMMs, raster order and swizzle. Returns the bytes of workspace on the current
+    # device.
     workspace_size: Callable[[int, int, int, int, int, int], int]
     _describe: Callable[[], str]
+    # Takes what `launch` takes, and `stream_api`. Returns a function without arguments that launches with exactly
+    # these tensors, a status for `refusal`, or None if the kernel needs more than that at each launch.
     prepare: Callable[..., Callable[[], None] | int | None]
+    # Takes a device's number and has its driver load the kernel, which it would otherwise do at the first launch there.
+    # Safe while another thread captures a graph. `load_on` says when to call it.
     load: Callable[[int], None]
 
     # A copy would share the library's memory and free it twice.
@@ -100,20 +84,7 @@ class LoadedKernel:
         raise TypeError("a loaded kernel cannot be pickled: pickle its specification, or the result of build()")
 
     def load_on(self, device: torch.device) -> None:
-        """Have a device's driver load the kernel, so that its first launch there takes no longer than any other.
-
-        Nothing is done in a process that does not use CUDA, or cannot since it was forked.
-
-        Parameters
-        ----------
-        device : torch.device
-            The device.
-
-        Raises
-        ------
-        LoadError
-            If the driver cannot load it.
-        """
+        """Load the kernel into a device's driver, so that its first launch there takes no longer than any other."""
         import torch
 
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor is it in a forked process
@@ -141,14 +112,7 @@ forks.reset_in_child(_reset)
 
 
 def load(artifact: Artifact) -> LoadedKernel:
-    """Load a kernel, once per process.
-
-    Raises
-    ------
-    LoadError
-        If the library no longer matches its manifest, has its own library search paths, needs libraries that kernels
-        must not load, or cannot be loaded here.
-    """
+    """Load a kernel, once per process."""
     name = (artifact.key, artifact.sha256)
     with _lock:
         if name not in _loaded:
@@ -168,25 +132,24 @@ def stream_api() -> int:
 
 @functools.cache
 def prepare() -> None:
-    """Import tvm-ffi if there is a GPU, before a program that launches kernels is compiled.
-
-    Otherwise, PyTorch 2.11's AOTInductor crashed when it loaded a package, even a package of PyTorch operations only.
-    """
+    """Import tvm-ffi if there is a GPU, before a program that launches kernels is compiled."""
     import torch
+
+    # Otherwise, PyTorch 2.11's AOTInductor crashed when it loaded a package, even of PyTorch operations only.
 
     if torch.cuda.is_available():
         _import_tvm_ffi()
 
 
 def _load(artifact: Artifact) -> LoadedKernel:
-    from cutlass_ops.base import linkage  # late, as all that only a kernel's load needs
+    from cutlass_ops.base import elf  # late, as all that only a kernel's load needs
 
     if arch.other_platform():
         raise LoadError(arch.other_platform())
     data = artifact.read_library()
-    linkage.require_own_libraries(data, artifact.where)
+    elf.require_own_libraries(data, artifact.where)
     tvm_ffi = _import_tvm_ffi()
-    _provide_cudart(artifact)
+    _provide_cudart(data, artifact.where)
     try:
         # load_module needs a file extension, which descriptors lack.
         open_library = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
@@ -200,11 +163,7 @@ def _load(artifact: Artifact) -> LoadedKernel:
 
 @contextlib.contextmanager
 def _mappable(data: bytes) -> Iterator[str]:
-    """Yield a path from which the dynamic linker loads exactly these bytes, which nobody can replace.
-
-    It is a sealed memory file. Where the system forbids executing those, it is a file in a private temporary folder,
-    removed after loading.
-    """
+    """Yield a path from which the dynamic linker loads exactly these bytes, which nobody can replace."""
     try:
         descriptor = _sealed(data)
     except OSError:
@@ -243,11 +202,8 @@ _serials = itertools.count()
 
 
 def _unique(descriptor: int) -> str:
-    """Return a path to a descriptor that this process has not used before.
-
-    The dynamic linker identifies libraries by path: if a descriptor's number is reused, it would return the older
-    kernel. Extra slashes make the path unique.
-    """
+    """Return a path to a descriptor that this process has not used before."""
+    # It identifies libraries by path: for a number that is used again, it would return the older kernel.
     high, low = divmod(next(_serials), 256)
     return f"/proc{'/' * (1 + high)}self{'/' * (1 + low)}fd/{descriptor}"
 
@@ -268,23 +224,21 @@ def _import_tvm_ffi() -> ModuleType:
     return tvm_ffi
 
 
-def _provide_cudart(artifact: Artifact) -> None:
-    """Load the CUDA runtime that the kernel was linked with, unless PyTorch already has.
-
-    PyTorch may have none (CPU) or another major version. Two major versions can be in one process.
-    """
-    version = str(artifact.manifest["identity"]["toolchain"]["nvcc"])
-    name = f"libcudart.so.{version.partition('.')[0]}"
-    for candidate in itertools.chain((name,), map(str, _cudart_files(name))):
-        try:
-            ctypes.CDLL(candidate)
-        except OSError:
+def _provide_cudart(library: bytes, where: str) -> None:
+    """Load the CUDA runtime that a library needs, unless PyTorch already has."""
+    # The library says itself which one, and was checked: its manifest may say anything.
+    for name in elf.needed(library):
+        if not name.startswith("libcudart.so."):
             continue
-        return
-    raise LoadError(
-        f"{artifact.where} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
-        f'PyPI wheels: install it with pip install "cutlass_ops[toolkit]"'
-    )
+        for path in itertools.chain((name,), map(str, _cudart_files(name))):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(path)
+                break
+        else:
+            raise LoadError(
+                f"{where} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
+                f'PyPI wheels: install it with pip install "cutlass_ops[toolkit]"'
+            )
 
 
 def _cudart_files(name: str) -> Iterator[Path]:
@@ -294,6 +248,6 @@ def _cudart_files(name: str) -> Iterator[Path]:
         yield from Path(root).glob(f"nvidia/cu*/lib/{name}")
     yield Path("/usr/local/cuda/lib64") / name
     # Last, the toolkit of the nvcc in CUTLASS_OPS_NVCC or on PATH. It is not started.
-    for nvcc in filter(None, (env.NVCC.text, shutil.which("nvcc"))):
+    for nvcc in filter(os.path.isabs, filter(None, (env.NVCC.text, shutil.which("nvcc")))):
         home = Path(nvcc).resolve().parent.parent
         yield from (home / folder / name for folder in ("lib64", "lib", "targets/x86_64-linux/lib"))

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cutlass_ops.artifacts.container import MAX_FILE
-from cutlass_ops.base import arch, checked_json
+from cutlass_ops.base import arch, checked_json, sass
 from cutlass_ops.base.errors import BundleError, ConfigError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
@@ -26,7 +25,7 @@ from cutlass_ops.declare.signature import OpSignature, signature_from_json, sign
 from cutlass_ops.declare.spec import KernelSpec
 
 FORMAT = "cutlass_ops.bundle/2"
-# What has more is refused unread: of untrusted text, so much is read in a second or two.
+# A larger text is refused unread: this much untrusted text is read in a second or two.
 MAX_BYTES = 4 << 20
 
 _MAX_KERNELS = 4_000
@@ -38,7 +37,7 @@ _MAX_NUMBER = (1 << 31) - 1  # of a configuration
 
 _FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
 _FURTHER = "version"  # there if the catalogue has one
-# Of the user's own counting; whatever reads JSON keeps so many digits.
+# Users count versions themselves. Every reader of JSON keeps this many digits.
 MAX_VERSION = 10**15 - 1
 _TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
 _STEPS = "device host link"
@@ -55,31 +54,16 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One kernel.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-        Its declaration.
-    key : str
-        Hash of everything that changes the binary.
-    headers : str
-        Digest of this library's headers that went into it.
-    library, source : File
-        The shared library and the C++ source.
-    opcodes : dict
-        Instructions in its machine code.
-    resources : tuple of dict
-        What ptxas said of each function.
-    """
+    """One kernel."""
 
     spec: KernelSpec
-    key: str
-    headers: str
+    key: str  # hash of everything that changes the binary
+    headers: str  # digest of this library's headers that went into it
+    # The shared library and the C++ source.
     library: File
     source: File
-    opcodes: Mapping[str, int] = field(compare=False)
-    resources: tuple[Mapping[str, Any], ...] = field(compare=False)
+    opcodes: Mapping[str, int] = field(compare=False)  # instructions in its machine code
+    resources: tuple[Mapping[str, Any], ...] = field(compare=False)  # what ptxas said of each function
 
     @property
     def library_name(self) -> str:
@@ -93,7 +77,7 @@ class KernelRecord:
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a device of this compute capability takes the kernel."""
-        found = arch.target_for(capability, wgmma=self.spec.config.wgmma)
+        found = arch.target_for(capability, self.spec.config.family)
         return found is not None and found.name == self.spec.target
 
     def to_json(self) -> dict[str, Any]:
@@ -111,21 +95,13 @@ class KernelRecord:
 
 
 class Choice(NamedTuple):
-    """Which kernel serves which number of rows of A, for one weight: chosen when the bundle was made.
+    """Which kernel serves which number of rows of A, for one weight: chosen when the bundle was made."""
 
-    Attributes
-    ----------
-    capability : tuple of int
-        Compute capability of the devices that it is for.
-    n, k : int
-        B's extents.
-    rows : tuple of (int, Ordered)
-        Up to how many rows which configuration serves, with the order of its tiles; the last for all beyond.
-    """
-
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability of the devices that it is for
+    # B's extents.
     n: int
     k: int
+    # Up to how many rows which configuration serves, with the order of its tiles; the last for all beyond.
     rows: tuple[tuple[int, Ordered], ...]
 
     def at(self, m: int) -> Ordered:
@@ -149,7 +125,7 @@ class Group:
         # Thousands of rows name a few kernels.
         @functools.cache
         def serves(capability: tuple[int, int], chosen: Ordered) -> list[Any]:
-            target = arch.target_for(capability, wgmma=chosen.config.wgmma)
+            target = arch.target_for(capability, chosen.config.family)
             return [places[chosen.config, target.name if target else ""], chosen.order.to_json()]
 
         def row(choice: Choice, most: int, chosen: Ordered) -> list[Any]:
@@ -167,34 +143,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that a bundle says of itself.
+    """Everything that a bundle says of itself."""
 
-    Attributes
-    ----------
-    abi, templates : int
-        What its kernels expect of the library that loads them, and what their declarations mean.
-    library_version : str
-        Of the library that made it.
-    toolchain : dict
-        Versions of nvcc, host compiler, CUTLASS and tvm-ffi.
-    flags : dict
-        Compiler flags of each target and step.
-    groups : tuple of Group
-        Kernels by signature.
-    tables : tuple of File
-        Tuning tables.
-    version : int or None
-        The catalogue's, by which a newer bundle is told from an older one.
-    """
-
+    # What its kernels expect of the library that loads them, and what their declarations mean.
     abi: int
     templates: int
-    library_version: str
-    toolchain: Mapping[str, str]
-    flags: Mapping[str, Mapping[str, Sequence[str]]]
-    groups: tuple[Group, ...]
-    tables: tuple[File, ...] = ()
-    version: int | None = None
+    library_version: str  # of the library that made it
+    toolchain: Mapping[str, str]  # versions of nvcc, host compiler, CUTLASS and tvm-ffi
+    flags: Mapping[str, Mapping[str, Sequence[str]]]  # compiler flags of each target and step
+    groups: tuple[Group, ...]  # kernels by signature
+    tables: tuple[File, ...] = ()  # tuning tables
+    version: int | None = None  # the catalogue's, by which a newer bundle is told from an older one
 
     @property
     def kernels(self) -> tuple[KernelRecord, ...]:
@@ -240,17 +199,11 @@ class Manifest:
             "signatures": [group.to_json() for group in self.groups],
             "tables": [table._asdict() for table in self.tables],
         }
-        return sealed(fields if self.version is None else {**fields, "version": self.version})
+        return checked_json.sealed(fields if self.version is None else {**fields, "version": self.version})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
-        """Read a manifest, which need not be trusted.
-
-        Raises
-        ------
-        BundleError
-            If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
-        """
+        """Read a manifest, which need not be trusted."""
         # One spelling for each content: nothing stands in it twice, in another order, or unread. What is read has one
         # value for each content (_require_own), so its text is compared, and need not be made from what was read.
         try:
@@ -290,20 +243,8 @@ class Manifest:
         return manifest
 
 
-def sealed(fields: Mapping[str, Any]) -> bytes:
-    """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
-    # As canonical() of them all, whose largest value then is written once.
-    parts = {name: checked_json.canonical(value) for name, value in fields.items()}
-
-    def whole() -> bytes:
-        return b"{" + b",".join(b'"%s":%s' % (name.encode(), parts[name]) for name in sorted(parts)) + b"}"
-
-    parts["sha256"] = checked_json.canonical(hashlib.sha256(whole()).hexdigest())
-    return whole()
-
-
 def _sealed_again(data: Mapping[str, Any]) -> bytes:
-    return sealed({name: value for name, value in data.items() if name != "sha256"})
+    return checked_json.sealed({name: value for name, value in data.items() if name != "sha256"})
 
 
 def table_name(table: File) -> str:
@@ -350,7 +291,7 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     _require_own(own, fields["config"], "a configuration")
     _require_sizes(own)
     opcodes = checked_json.mapping(fields["sass"], "sass", None)
-    if not set(opcodes) <= set(arch.OPCODES.values()):
+    if not set(opcodes) <= set(sass.OPCODES.values()):
         raise ConfigError("sass names an unknown instruction")
     functions = checked_json.sequence(fields["resources"], "resources", _MAX_FUNCTIONS)
     return KernelRecord(
@@ -393,8 +334,7 @@ def _choice(data: object, orders: _Orders) -> Choice:
         checked_json.integer(pair[0], "capability", 1, 99),
         checked_json.integer(pair[1], "capability", 0, 99),
     )
-    of_rows = orders.of(capability)
-    rows = tuple(map(of_rows.row, checked_json.sequence(fields["rows"], "rows", _MAX_ROWS)))
+    rows = tuple(orders.rows(checked_json.sequence(fields["rows"], "rows", _MAX_ROWS), capability))
     if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
         raise ConfigError("rows of a choice are in increasing order, and there is at least one")
     n, k = (checked_json.integer(fields[name], name, 1, MOST_EXTENT) for name in ("n", "k"))
@@ -402,48 +342,36 @@ def _choice(data: object, orders: _Orders) -> Choice:
 
 
 class _Orders:
-    """Kernels in orders of their tiles, as rows of choices name them."""
+    """Kernels in orders of their tiles, each read once: thousands of rows of choices name a few."""
 
     def __init__(self, kernels: Sequence[KernelRecord]) -> None:
         self._kernels = kernels
-        self._known: dict[tuple[int, int], _OrdersOf] = {}
+        self._known: dict[tuple[int, int], dict[str, Ordered]] = {}
 
-    def of(self, capability: tuple[int, int]) -> _OrdersOf:
-        """Return them as devices of a compute capability run them."""
-        return self._known.setdefault(capability, _OrdersOf(self._kernels, capability))
+    def rows(self, data: Sequence[object], capability: tuple[int, int]) -> Iterator[tuple[int, Ordered]]:
+        """Yield the greatest number of rows of A that each row of a choice is for, and what serves them."""
+        known = self._known.setdefault(capability, {})
+        for each in data:
+            if not isinstance(each, list) or len(each) != 3:
+                raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
+            most, place, order = each
+            if type(most) is not int or not 1 <= most <= MOST_EXTENT:
+                checked_json.integer(most, "rows", 1, MOST_EXTENT)
+            # Unlike equality, its text tells True from 1; and it takes a tenth of the time of JSON.
+            key = repr((place, order))
+            if key not in known:
+                known[key] = self._read(place, order, capability)
+            yield most, known[key]
 
-
-class _OrdersOf:
-    """Kernels in orders of their tiles, on one compute capability. Each is read once: thousands of rows name a few."""
-
-    def __init__(self, kernels: Sequence[KernelRecord], capability: tuple[int, int]) -> None:
-        self._kernels, self._capability = kernels, capability
-        self._known: dict[str, Ordered] = {}
-
-    def row(self, data: object) -> tuple[int, Ordered]:
-        """Return the greatest number of rows of A that a row of a choice is for, and what serves them."""
-        if not isinstance(data, list) or len(data) != 3:
-            raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
-        most, *named = data
-        if type(most) is not int or not 1 <= most <= MOST_EXTENT:
-            checked_json.integer(most, "rows", 1, MOST_EXTENT)
-        # Unlike equality, its text tells True from 1; and it takes a tenth of the time of JSON.
-        key = repr(named)
-        if key not in self._known:
-            self._known[key] = self._read(*named)
-        return most, self._known[key]
-
-    def _read(self, place: object, given: object) -> Ordered:
+    def _read(self, place: object, given: object, capability: tuple[int, int]) -> Ordered:
         record = self._kernels[checked_json.integer(place, "rows", 0, len(self._kernels) - 1)]
         order = TileOrder.from_json(checked_json.mapping(given, "an order of tiles", None))
         _require_own(order.to_json(), given, "an order of tiles")
         refusal = record.spec.config.refuses(order)
         if refusal:
             raise ConfigError(f"a choice has an order of tiles that {record.spec.config.slug} does not take: {refusal}")
-        if not record.runs_on(self._capability):
-            raise ConfigError(
-                f"a choice for compute capability {self._capability} names a kernel for {record.spec.target}"
-            )
+        if not record.runs_on(capability):
+            raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
         return Ordered(record.spec.config, order)
 
 

@@ -18,14 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops.artifacts.bundle import manifest_of, open_bundle, write_bundle
+from cutlass_ops.artifacts.bundle import BundledKernel, manifest_of, open_bundle, write_bundle
 from cutlass_ops.artifacts.entry import Artifact, identity_key, source_part
 from cutlass_ops.artifacts.signing import require_pair, require_public_keys
-from cutlass_ops.base import claims, env, forks
+from cutlass_ops.base import claims, env
 from cutlass_ops.base.errors import BundleError, CompileError, CutlassOpsError
 from cutlass_ops.base.remote_files import RemoteFiles, TooLarge, Unreachable
 from cutlass_ops.base.session import Part, Session
@@ -35,53 +34,12 @@ _MAX_OBJECT = 64 << 20  # bytes; a kernel and its source have about 200 KB
 _log = logging.getLogger("cutlass_ops")
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """A kernel from a remote store. It is signed and whole, and has the key or the source that was asked for.
-
-    Attributes
-    ----------
-    key : str
-        Its key.
-    identity : mapping
-        What the key hashes.
-    library, source : bytes
-        Contents of its files.
-    resources : tuple of dict
-        The compiler's report on each function.
-    url : str
-        The store.
-    """
-
-    key: str
-    identity: Mapping[str, Any]
-    library: bytes
-    source: bytes
-    resources: tuple[dict[str, Any], ...]
-    url: str
-
-
 class RemoteStore:
-    """A remote store.
-
-    Whatever is wrong with the server or its files, a look-up finds nothing and ends in time.
-
-    Parameters
-    ----------
-    settings : env.RemoteStore
-        URL, keys and limits.
-
-    Raises
-    ------
-    StoreError
-        If a package is missing.
-    BundleError, ValueError, OSError
-        If a key cannot be used, or there is a signing key and the URL cannot be written.
-    """
+    """A remote store."""
 
     def __init__(self, settings: env.RemoteStore) -> None:
         self.settings = settings
-        self._files = RemoteFiles(settings.url, settings.timeout)
+        self.files = RemoteFiles(settings.url, settings.timeout)
         self._rejected: set[str] = set()
         with env.naming_key(env.REMOTE_STORE_KEY):
             require_public_keys(settings.public_keys)
@@ -89,7 +47,7 @@ class RemoteStore:
             # What it publishes, its own readers would refuse.
             with env.naming_key(env.REMOTE_STORE_SIGNING_KEY):
                 require_pair(settings.signing_key, settings.public_keys)
-            if not self._files.writable:
+            if not self.files.writable:
                 raise ValueError(
                     f"{env.REMOTE_STORE_SIGNING_KEY.name} is set, but {self.where} can only be read: unset it, or name "
                     f"the store by a URL that can be written, such as s3://bucket/kernels"
@@ -98,7 +56,7 @@ class RemoteStore:
     @property
     def where(self) -> str:
         """The URL, without the user's name and password."""
-        return self._files.where
+        return self.files.where
 
     @property
     def publishes(self) -> bool:
@@ -108,24 +66,18 @@ class RemoteStore:
     def reachable(self) -> bool:
         """Return whether the store answers in time."""
         try:
-            self._files.read(_kernel("0" * 64), _MAX_OBJECT, self.settings.timeout)
+            self.files.read(_kernel("0" * 64), _MAX_OBJECT, self.settings.timeout)
         except TooLarge:
             return True
         except Unreachable:
             return False
         return True
 
-    def fetch(self, key: str) -> Fetched | None:
-        """Return the kernel with a key, or None. It takes no longer than the time limit."""
-        with contextlib.suppress(Unreachable):
-            return self._by_key(key, self.settings.timeout)
-        return None
-
-    def fetch_source(self, identity: Mapping[str, Any]) -> Fetched | None:
+    def fetch_source(self, identity: Mapping[str, Any]) -> BundledKernel | None:
         """Return a kernel with a source identity, from any compiler, or None, within the time limit."""
         with contextlib.suppress(Unreachable):
             found = self._opened(_source(identity_key(identity)), self.settings.timeout)
-            if found is not None and source_part(found.identity) == identity:
+            if found is not None and source_part(found.manifest["identity"]) == identity:
                 return found
         return None
 
@@ -133,21 +85,8 @@ class RemoteStore:
     def turn(self, key: str, name: str, cancel: threading.Event | None) -> Iterator[Turn]:
         """Fetch a kernel, or give the caller a turn to compile and publish it.
 
-        Of all machines that publish, one compiles at a time, and the others wait for its kernel. It takes at most the
-        time limit until the kernel is there or the caller's turn has come, or if another machine is compiling, at most
-        the waiting limit more. The end of the turn, with publishing, takes at most the time limit.
-
-        Parameters
-        ----------
-        key, name : str
-            The kernel's key, and its name for messages.
-        cancel : threading.Event, optional
-            Set it to stop waiting.
-
-        Raises
-        ------
-        CancelledError
-            If ``cancel`` is set while waiting.
+        Of all machines that publish, one compiles at a time, and the others wait for its kernel, at most the waiting
+        limit. What comes before the turn takes at most the time limit, and so does the turn's end.
         """
         timeout, found, claim = self.settings.timeout, None, None
         limits = claims.Limits(timeout, time.monotonic() + timeout, self.settings.wait)
@@ -156,15 +95,9 @@ class RemoteStore:
             if found is not None:
                 self._complete(found, timeout)
             else:
-                found, claim = claims.take_turns(
-                    self._files,
-                    f"v1/claims/{key}",
-                    name,
-                    lambda limit: self._by_key(key, limit),
-                    limits,
-                    cancel,
-                    claim=self.publishes,
-                )
+                path = f"v1/claims/{key}"
+                turns = claims.Turns(self.files, path, name, lambda limit: self._by_key(key, limit), limits, cancel)
+                found, claim = turns.taken(claim=self.publishes)
         turn, failed = Turn(self, found), False
         try:
             yield turn
@@ -176,53 +109,29 @@ class RemoteStore:
             if claim is not None:
                 claim.end(turn.until or time.monotonic() + timeout, failed=failed)
 
-    def publish(self, artifact: Artifact, until: float) -> None:
-        """Sign and publish a kernel that this process compiled, if there is a signing key. Log a failure.
-
-        Parameters
-        ----------
-        artifact : Artifact
-            The kernel in the local store.
-        until : float
-            Monotonic time at which this must be done.
-        """
-        if self.settings.signing_key is None:
-            return
-        names = _kernel(artifact.key), _source(identity_key(source_part(artifact.manifest["identity"])))
-        try:
-            data = _bundled(artifact, self.settings.signing_key)
-            for name in names:
-                self._files.write(name, data, until - time.monotonic())
-        except (Unreachable, CutlassOpsError, ValueError, OSError) as exc:
-            # Where the store is down, that has been said.
-            level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
-            _log.log(level, "%s is not published at %s: %s", artifact.spec.slug, self.where, exc)
-        else:
-            _log.info("published %s at %s", artifact.spec.slug, self.where)
-
-    def _complete(self, found: Fetched, limit: float) -> None:
+    def _complete(self, found: BundledKernel, limit: float) -> None:
         """Publish the kernel under its source too, if that object is missing: its builder may have died in between."""
-        name = _source(identity_key(source_part(found.identity)))
+        name = _source(_source_key(found))
         if not self.publishes or self._opened(name, limit) is not None:
             return
         with contextlib.suppress(TooLarge, OSError):  # the kernel is there all the same
-            data = self._files.read(_kernel(found.key), _MAX_OBJECT, limit)
+            data = self.files.read(_kernel(found.key), _MAX_OBJECT, limit)
             if data is not None:
-                self._files.write(name, data, limit)
+                self.files.write(name, data, limit)
                 _log.info("published %s/%s again", self.where, name)
 
-    def _by_key(self, key: str, limit: float) -> Fetched | None:
+    def _by_key(self, key: str, limit: float) -> BundledKernel | None:
         found = self._opened(_kernel(key), limit)
         if found is not None and found.key != key:
             self._reject(_kernel(key), f"it is the kernel {found.key}")
             return None
         return found
 
-    def _opened(self, name: str, limit: float) -> Fetched | None:
+    def _opened(self, name: str, limit: float) -> BundledKernel | None:
         """Return the kernel of an object that is a bundle of one signed kernel; ignore any other."""
         try:
-            data = self._files.read(name, _MAX_OBJECT, limit)
-            return None if data is None else _unpacked(data, self.settings.public_keys, self.where)
+            data = self.files.read(name, _MAX_OBJECT, limit)
+            return None if data is None else _unpacked(data, self.settings.public_keys)
         except (TooLarge, CutlassOpsError, ValueError, OSError) as exc:
             self._reject(name, str(exc))
             return None
@@ -234,25 +143,28 @@ class RemoteStore:
 
 
 class Turn:
-    """A kernel that was fetched, or the turn to compile it.
+    """A kernel that was fetched, or the turn to compile it."""
 
-    Attributes
-    ----------
-    fetched : Fetched or None
-        The kernel; None if the caller must compile it.
-    until : float or None
-        Monotonic time at which publishing must be done, once it has begun.
-    """
-
-    def __init__(self, store: RemoteStore, fetched: Fetched | None) -> None:
+    def __init__(self, store: RemoteStore, fetched: BundledKernel | None) -> None:
         self._store = store
-        self.fetched = fetched
-        self.until: float | None = None
+        self.fetched = fetched  # None if the caller must compile it
+        self.until: float | None = None  # monotonic time at which publishing must be done, once it has begun
 
     def publish(self, artifact: Artifact) -> None:
-        """Publish what was compiled."""
-        self.until = time.monotonic() + self._store.settings.timeout
-        self._store.publish(artifact, self.until)
+        """Sign and publish a kernel that this process compiled, if there is a signing key. Log a failure."""
+        store, self.until = self._store, time.monotonic() + self._store.settings.timeout
+        if store.settings.signing_key is None:
+            return
+        try:
+            data = _bundled(artifact, store.settings.signing_key)
+            for name in (_kernel(artifact.key), _source(_source_key(artifact))):
+                store.files.write(name, data, self.until - time.monotonic())
+        except (Unreachable, CutlassOpsError, ValueError, OSError) as exc:
+            # If the store is down, that has been said.
+            level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
+            _log.log(level, "%s is not published at %s: %s", artifact.spec.slug, store.where, exc)
+        else:
+            _log.info("published %s at %s", artifact.spec.slug, store.where)
 
 
 class RemoteStores(Part):
@@ -260,28 +172,15 @@ class RemoteStores(Part):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._made: tuple[env.RemoteStore, RemoteStore] | None = None
-        self._reset()
-        forks.reset_in_child(self._reset)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._made: dict[env.RemoteStore, RemoteStore] = {}
 
     def store(self) -> RemoteStore | None:
-        """Return the remote store, or None if there is none.
-
-        Raises
-        ------
-        StoreError, BundleError, ValueError, OSError
-            If a variable or a key is wrong, or a package is missing.
-        """
+        """Return the remote store, or None if there is none."""
         settings = env.remote_store()
         if settings is None:
             return None
-        with self._lock:
-            if self._made is None or self._made[0] != settings:
-                self._made = settings, RemoteStore(settings)
-            return self._made[1]
+        # If two threads make one at the same time, both get the first.
+        return self._made.get(settings) or self._made.setdefault(settings, RemoteStore(settings))
 
 
 def _kernel(key: str) -> str:
@@ -292,14 +191,12 @@ def _source(key: str) -> str:
     return f"v1/sources/{key}.bundle"
 
 
-def _unpacked(data: bytes, public_keys: tuple[Path, ...], url: str) -> Fetched:
-    """Check a bundle of one kernel: its signature, its manifest and every file.
+def _source_key(artifact: Artifact) -> str:
+    return identity_key(source_part(artifact.manifest["identity"]))
 
-    Raises
-    ------
-    BundleError, ValueError, OSError
-        If a check fails.
-    """
+
+def _unpacked(data: bytes, public_keys: tuple[Path, ...]) -> BundledKernel:
+    """Check a bundle of one kernel: its signature, its manifest and every file."""
     with _private_file() as path:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
@@ -308,12 +205,12 @@ def _unpacked(data: bytes, public_keys: tuple[Path, ...], url: str) -> Fetched:
             if len(bundle.manifest.kernels) != 1 or bundle.manifest.tables:
                 raise BundleError("it must have one kernel and nothing else")
             (kernel,) = bundle.kernels()
-            library, source = kernel.read_library(), kernel.read_source()
+            kernel.read_library(), kernel.read_source()
         except BundleError as exc:
             # The path is that of a temporary file.
             name = str(path.resolve())
             raise BundleError(str(exc).replace(f"bundle {name}: ", "").replace(name, "it")) from None
-    return Fetched(kernel.key, kernel.manifest["identity"], library, source, tuple(kernel.manifest["resources"]), url)
+    return kernel  # its file stays open
 
 
 def _bundled(artifact: Artifact, private_key: Path) -> bytes:

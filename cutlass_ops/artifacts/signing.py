@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cutlass_ops.base.disk import NotPrivateError, read_private
 from cutlass_ops.base.errors import BundleError, LoadError
-from cutlass_ops.base.private import NotPrivateError, read_private
 
 # One PEM file, or several: during a key rotation, bundles may be signed with the old or the new key.
 PublicKeys: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -22,60 +22,23 @@ _INSTALL = 'pip install "cutlass_ops[sign]"'
 
 
 def sign(message: bytes, private_key: Path) -> bytes:
-    """Return the signature of a message.
-
-    Parameters
-    ----------
-    message : bytes
-        The message.
-    private_key : Path
-        PEM file of an Ed25519 private key without password.
-
-    Raises
-    ------
-    ValueError
-        If the file has no such key.
-    BundleError
-        If the package cryptography is not installed, or others may write the file.
-    OSError
-        If the file cannot be read.
-    """
+    """Return the signature of a message."""
     return bytes(_private(private_key).sign(message))
 
 
 def require_private_key(path: Path) -> None:
-    """Check that a file can sign, before starting long work.
-
-    Raises
-    ------
-    ValueError, BundleError, OSError
-        As for :func:`sign`.
-    """
+    """Check that a file can sign, before starting long work."""
     _private(path)
 
 
 def require_public_keys(public_keys: Sequence[Path]) -> None:
-    """Check that signatures can be checked with these keys.
-
-    Raises
-    ------
-    ValueError, BundleError, OSError
-        As for :func:`require_signature`.
-    """
+    """Check that signatures can be checked with these keys."""
     for path in public_keys:
         _public(path)
 
 
 def require_pair(private_key: Path, public_keys: Sequence[Path]) -> None:
-    """Check that one of the public keys verifies what a private key signs.
-
-    Raises
-    ------
-    ValueError
-        If none does, or a file has no such key.
-    BundleError, OSError
-        As for :func:`sign`.
-    """
+    """Check that one of the public keys verifies what a private key signs."""
     public = _private(private_key).public_key()
     if not any(_public(path) == public for path in public_keys):
         raise ValueError(f"{private_key} signs for none of the public keys: {', '.join(map(str, public_keys))}")
@@ -94,15 +57,7 @@ def _private(path: Path) -> Any:
 
 
 def public_key_paths(given: PublicKeys) -> tuple[Path, ...]:
-    """Return a ``public_key`` argument as a tuple of paths.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a path nor an iterable of paths.
-    ValueError
-        If there is no path, or one is empty. An empty argument must not turn signature checks off.
-    """
+    """Return a ``public_key`` argument as a tuple of paths."""
     paths = [given] if isinstance(given, str | os.PathLike) else given
     if isinstance(paths, bytes) or not isinstance(paths, Iterable):
         raise TypeError(f"public_key must be the path of a PEM file, or several, not {type(given).__name__}")
@@ -121,29 +76,7 @@ def _path(given: object) -> Path:
 
 
 def require_signature(message: bytes, signature: bytes, public_keys: Sequence[Path]) -> Path:
-    """Check that a message is signed with one of some keys.
-
-    Parameters
-    ----------
-    message, signature : bytes
-        The message and its signature.
-    public_keys : sequence of Path
-        PEM files of Ed25519 public keys, at least one.
-
-    Returns
-    -------
-    Path
-        File of the key that verified the signature.
-
-    Raises
-    ------
-    BundleError
-        If no key verifies the signature, it cannot be checked, or others may write a key's file.
-    ValueError
-        If a file has no such key.
-    OSError
-        If a file cannot be read.
-    """
+    """Check that a message is signed with one of some keys."""
     _, _, errors = _cryptography()
     # Read all keys first: a missing key is a mistake that must not go unnoticed.
     for path, key in [(path, _public(path)) for path in public_keys]:

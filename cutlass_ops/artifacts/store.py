@@ -4,18 +4,21 @@ Layout of a store, which is safe to delete at any time::
 
     v2/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
     locks/<key>                    exists while a kernel is built; the system releases the lock with the process
-    tmp/<key>.<random>/            a build in progress; belongs to one builder, which holds the lock
+    tmp/<key>.<boot>.<random>/     a build in progress on one machine; belongs to one builder, which holds the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
-    keys/, choices/                what saves later processes work (:mod:`cutlass_ops.artifacts.kept`)
+    headers/<digest>/              headers that the host compiler has read already: one set, not counted as kernels
+    memo/                          what saves later processes work (:mod:`cutlass_ops.compilation.memo`)
 
 A kernel's folder is touched on use. If the store grows too large, the least recently used kernels are removed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fnmatch
+import functools
 import json
 import logging
 import math
@@ -43,25 +46,21 @@ from cutlass_ops.artifacts.entry import (
     sha256,
     source_key,
 )
-from cutlass_ops.artifacts.index import Index
-from cutlass_ops.base import env, locks, recency, resources
-from cutlass_ops.base.atomic import DELETIONS
+from cutlass_ops.base import disk, env, locks, resources
+from cutlass_ops.base.disk import DELETIONS, Use, require_private
 from cutlass_ops.base.errors import LoadError, StoreError
-from cutlass_ops.base.private import require_private
-from cutlass_ops.base.recency import Use
-from cutlass_ops.base.session import cached
+from cutlass_ops.base.session import Part, Session, cached, warn_once
 
 if TYPE_CHECKING:
-    from cutlass_ops.artifacts.compiled import Compiled
+    from cutlass_ops.artifacts.entry import Compiled
 
 _KEY_LENGTH = 64
 _KEY = "[0-9a-f]" * _KEY_LENGTH
-_FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed")
+_FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed", "headers")
 # Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
-# A process measures the store at its first published kernel, then again each time it has added 1/64 of the limit.
-_MEASURED_PARTS = 64
+_ABANDONED = 86_400.0  # seconds after which another machine's build is abandoned
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -69,48 +68,58 @@ _log = logging.getLogger("cutlass_ops")
 class KernelStore:
     """A folder of compiled kernels, shared by all processes of one user.
 
-    Nothing is created before the first kernel is built.
-
-    Parameters
-    ----------
-    root : Path
-        The store's folder. It must belong to this user (or root), and nobody else may be able to write it.
+    Nothing is created before the first kernel is built. The folder must belong to this user (or root), and nobody else
+    may be able to write it. ``spare`` is the store that takes what cannot be built into this one, and is looked into.
     """
 
-    def __init__(self, root: Path) -> None:
+    _may_be_link = True
+
+    def __init__(self, root: Path, spare: KernelStore | None = None) -> None:
         self.root = root
+        self.spare = spare
 
     @classmethod
-    def default(cls) -> KernelStore:
-        """Return the user's store: ``CUTLASS_OPS_CACHE_DIR``, or else in the user's cache folder.
-
-        Raises
-        ------
-        StoreError
-            If the user has no home folder and no variable names another.
-        ValueError
-            If the variable is relative.
-        """
+    def of_user(cls) -> KernelStore:
+        """Return the user's store: ``CUTLASS_OPS_CACHE_DIR``, or else in the user's cache folder."""
         try:
             return cls(env.cache_dir())
         except env.NoHomeError as exc:
             raise StoreError(f"there is no kernel store: {exc}") from None
 
+    @classmethod
+    def default(cls) -> KernelStore:
+        """Return the store that serves calls: the user's, or a temporary one of this process, with one warning."""
+        spare = Temporary.current().store
+        try:
+            user = cls.of_user()
+            user.require_private()
+        except StoreError as exc:
+            _warn_of_spare(exc)
+            return spare
+        user.spare = spare
+        return user
+
+    def to_build_in(self) -> KernelStore:
+        """Return the store that takes what is built now: this one if it can be written, else its spare."""
+        if self.spare is not None:
+            try:
+                self.require_writable()
+            except StoreError as exc:
+                _warn_of_spare(exc)
+                return self.spare
+        return self
+
     def __repr__(self) -> str:
         return f"KernelStore({str(self.root)!r})"
 
     def lookup(self, key: str) -> Artifact | None:
-        """Return the kernel with this key and mark it as used; return None if it is missing or incomplete.
-
-        Raises
-        ------
-        StoreError
-            If others may write the store.
-        """
-        self._require_private_root()
+        """Return the kernel with this key and mark it as used; return None if it is missing or incomplete."""
+        self.require_private()
         artifact = self._whole(self._entry(key))
         if artifact is not None:
-            recency.touch(artifact.folder)
+            disk.touch(artifact.folder)
+        elif self.spare is not None:
+            return self.spare.lookup(key)
         return artifact
 
     def _whole(self, folder: Path) -> Artifact | None:
@@ -127,14 +136,8 @@ class KernelStore:
             return None
 
     def entries(self) -> Iterator[Artifact]:
-        """Yield every complete kernel in the store, sorted by key.
-
-        Raises
-        ------
-        StoreError
-            If the store is not a folder, or others may write it.
-        """
-        self._require_private_root()
+        """Yield every complete kernel in the store, sorted by key."""
+        self.require_private()
         with self.reading():
             folders = sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}"))
         for folder in folders:
@@ -143,49 +146,26 @@ class KernelStore:
                 yield artifact
 
     def is_empty(self) -> bool:
-        """Whether no kernel was ever published here, or all were removed together with their folder.
-
-        Raises
-        ------
-        StoreError
-            If the folder cannot be read.
-        """
+        """Whether no kernel was ever published here, or all were removed together with their folder."""
         with self.reading():
             return not any((self.root / f"v{FORMAT}").glob("??"))
 
     def find(self, identity: Mapping[str, Any]) -> Artifact | None:
-        """Return a kernel with this :func:`source_identity`, from any compiler, and mark it as used.
-
-        Raises
-        ------
-        StoreError
-            If others may write the store.
-        """
-        self._require_private_root()
-        with self.reading():
-            keys = _index(self.root / f"v{FORMAT}").names(identity_key(identity))
-        return next((artifact for key in keys if (artifact := self.lookup(key)) is not None), None)
+        """Return a kernel with this :func:`source_identity`, from any compiler, and mark it as used."""
+        self.require_private()
+        source, keys = identity_key(identity), []
+        with self.reading(), contextlib.suppress(FileNotFoundError):
+            for folder in os.scandir(self.root / f"v{FORMAT}"):
+                with contextlib.suppress(OSError):  # no folder, or it was removed
+                    for entry in os.scandir(folder.path):
+                        with contextlib.suppress(OSError):  # it is tried again next time
+                            keys += [entry.name] if _source_of(entry.path, entry.inode()) == source else []
+        found = next((artifact for key in sorted(keys) if (artifact := self.lookup(key)) is not None), None)
+        return self.spare.find(identity) if found is None and self.spare is not None else found
 
     @contextlib.contextmanager
     def lock(self, key: str, cancel: threading.Event | None = None, name: str | None = None) -> Iterator[None]:
-        """Hold the lock to build one kernel, exclusive among all threads and processes.
-
-        Parameters
-        ----------
-        key : str
-            The kernel's key.
-        cancel : threading.Event, optional
-            Set it to stop waiting.
-        name : str, optional
-            The kernel's name, shown to other waiting processes; the default is the key.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be written, or its file system has no locks.
-        CancelledError
-            If ``cancel`` is set while waiting.
-        """
+        """Hold the lock to build one kernel, exclusive among all threads and processes."""
         what = f"the build of {name or key}"
         with contextlib.ExitStack() as stack:
             with self.writing():
@@ -199,20 +179,21 @@ class KernelStore:
                             raise
             yield
 
+    @contextlib.contextmanager
+    def lock_if_free(self, key: str, name: str) -> Iterator[bool]:
+        """Hold a kernel's lock during the context if nobody does; yield whether it is held. Errors as :meth:`lock`."""
+        with contextlib.ExitStack() as stack:
+            with self.writing():
+                free = stack.enter_context(locks.attempted(self._lock_file(key), f"the build of {name}", _ADVICE))
+            yield free
+
     def workspace(self, key: str, source: str) -> Path:
-        """Create an empty folder to build one kernel in, and write the source. The caller holds the kernel's lock.
-
-        No other builder has the same folder: if the store is deleted, locks go with it, and two may build one kernel.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be written.
-        """
+        """Create an empty folder to build one kernel in, and write the source. The caller holds the kernel's lock."""
         env.cache_size()  # report a wrong value before compiling
         with self.writing():
             self._sweep(held=key)
-            folder = self.folder("tmp") / f"{key}.{uuid.uuid4().hex}"
+            # If the store is deleted, locks go with it, and two may build one kernel: each in a folder of its own.
+            folder = self._aside(key)
             folder.mkdir(mode=0o700)
             (folder / SOURCE).write_text(source, encoding="utf-8")
         return folder
@@ -225,26 +206,7 @@ class KernelStore:
         compiled: Compiled,
         fetched_from: str | None = None,
     ) -> Artifact:
-        """Publish a built kernel atomically. The caller holds the kernel's lock.
-
-        Parameters
-        ----------
-        folder : Path
-            The folder from :meth:`workspace`, with the library in it. It is moved into the store.
-        identity : mapping
-            From :func:`cutlass_ops.compilation.identity.kernel_identity`.
-        sass : mapping
-            The kernel's opcode counts.
-        compiled : Compiled
-            The compiler's report.
-        fetched_from : str, optional
-            URL of the remote store that it was fetched from.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be written.
-        """
+        """Publish a built kernel atomically. The caller holds the kernel's lock."""
         key = identity_key(identity)
         with self.writing():
             files = {name: (folder / name).read_bytes() for name in (LIBRARY, SOURCE)}
@@ -267,10 +229,19 @@ class KernelStore:
             # Open it before the rename: afterwards, a process that shrinks the store may remove it at any time.
             artifact = replace(open_entry(folder, key), folder=entry)
             self.folder(f"v{FORMAT}", entry.parent.name)
-            # An existing entry is incomplete, otherwise nothing would have been built.
-            self.discard(entry)
-            recency.touch(folder)
-            folder.rename(entry)
+            disk.touch(folder)
+            try:
+                folder.rename(entry)
+            except OSError:
+                if not os.path.lexists(entry):
+                    raise
+                # An incomplete one, or that of a machine whose locks do not reach this one.
+                there = self._whole(entry)
+                if there is not None:
+                    self.discard(folder)
+                    return there
+                self.discard(entry)
+                folder.rename(entry)
             _sync(entry.parent)
         try:
             self._keep_small(artifact)
@@ -279,65 +250,59 @@ class KernelStore:
             _log.warning("cannot limit the size of the kernel store %s: %s", self.root, exc)
         return artifact
 
+    def publish_headers(self, folder: Path, file: Path, header: str) -> None:
+        """Publish a precompiled header in place of all that are here. The caller holds the lock."""
+        with self.writing():
+            target = folder / f"{header}.gch"
+            target.parent.mkdir()
+            file.rename(target)
+            # g++ takes the other file once in a source, and reads this one if further headers include the header.
+            (folder / header).write_text(f"#include_next <{header}>\n")
+            for path in folder.iterdir():
+                if path != target.parent:
+                    _remove(path)
+            place = self.folder("headers")
+            for other in place.iterdir():
+                self.discard(other)
+            folder.rename(place / folder.name[:_KEY_LENGTH])
+
     def keep_failed(self, folder: Path) -> Path:
-        """Keep a failed build for inspection, in place of that kernel's last failure.
-
-        If there are too many failures, the oldest are removed.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be written.
-        """
+        """Keep a failed build for inspection, in place of that kernel's last failure."""
         with self.writing():
             kept = self.folder("failed") / folder.name[:_KEY_LENGTH]
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
-            recency.touch(folder)
+            disk.touch(folder)
             folder.rename(kept)
-            failures = [use for use in recency.uses(kept.parent.iterdir()) if use.folder != kept]
-            for use in recency.excess(failures, _MAX_FAILED, _MOST_FAILED - 1):
+            failures = [use for use in disk.uses(kept.parent.iterdir()) if use.folder != kept]
+            for use in disk.excess(failures, _MAX_FAILED, _MOST_FAILED - 1):
                 self.discard(use.folder)
         return kept
 
     def discard(self, folder: Path) -> None:
-        """Remove a folder atomically.
-
-        Raises
-        ------
-        OSError
-            If it cannot be moved away.
-        """
-        aside = self.folder("tmp") / f"{folder.name}.{uuid.uuid4().hex}"
+        """Remove a folder atomically."""
+        aside = self._aside(folder.name)
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)
             _remove(aside)
 
+    def _aside(self, name: str) -> Path:
+        return self.folder("tmp") / f"{name}.{_machine()}.{uuid.uuid4().hex}"
+
     def clean(self, *, unused_for: float | None = None, keep: int | None = None) -> int:
         """Remove kernels, abandoned builds and abandoned locks; return the number of removed kernels.
 
-        Without arguments, remove every kernel and every failed build. Builds in progress continue, and processes keep
-        the kernels that they have loaded.
-
-        Parameters
-        ----------
-        unused_for : float, optional
-            Remove kernels that were not looked up, and failed builds that happened, for this many seconds.
-        keep : int, optional
-            Remove the least recently used kernels until at most this many bytes are left.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be written.
+        Without arguments, remove every kernel, every failed build and precompiled headers. ``unused_for`` removes what
+        was not looked up for this many seconds, ``keep`` the least recently used until this many bytes are left.
         """
         if not self.root.exists():
             return 0
-        self._require_private_root()
+        self.require_private()
         with self.writing():
-            kernels, failures = self._uses(), recency.uses((self.root / "failed").glob("*"))
+            kernels, failures = self._uses(), disk.uses((self.root / "failed").glob("*"))
             if unused_for is None and keep is None:
                 unused_for = -math.inf
+                self.discard(self.root / "headers")
             if unused_for is not None:
                 before = (time.time() - unused_for) * 1e9
                 old = [use for use in (*kernels, *failures) if use.last < before]
@@ -345,43 +310,32 @@ class KernelStore:
                 old = []
             gone = dict.fromkeys(old)
             if keep is not None:
-                gone |= dict.fromkeys(recency.excess([use for use in kernels if use not in gone], keep))
+                gone |= dict.fromkeys(disk.excess([use for use in kernels if use not in gone], keep))
             self._sweep_locks()
             self._sweep()
             removed = {use for use in gone if self._remove_unlocked(use.folder)}
         return sum(use in removed for use in kernels)
 
     def size(self) -> int:
-        """Return the total size of all kernels in bytes.
-
-        Raises
-        ------
-        StoreError
-            If the store cannot be read.
-        """
+        """Return the total size of all kernels in bytes."""
         with self.writing():
             return sum(use.size for use in self._uses())
 
     def _uses(self) -> list[Use]:
-        return recency.uses((self.root / f"v{FORMAT}").glob("*/*"))
+        return disk.uses((self.root / f"v{FORMAT}").glob("*/*"))
 
     def _keep_small(self, published: Artifact) -> None:
         """Remove the least recently used kernels if a new one makes the store too large."""
         limit = env.cache_size()
         if limit is None:
             return
-        added = _added().get(self.root, limit) + sum(f["size"] for f in published.manifest["files"].values())
-        if added * _MEASURED_PARTS < limit:
-            _added()[self.root] = added
-            return
-        _added()[self.root] = 0
         kernels = self._uses()
         kept = [use for use in kernels if use.folder == published.folder]
         others = [use for use in kernels if use.folder != published.folder]
-        for use in recency.excess(others, limit - sum(use.size for use in kept)):
+        for use in disk.excess(others, limit - sum(use.size for use in kept)):
             with contextlib.suppress(FileNotFoundError):
                 # Another process may have used or rebuilt it meanwhile.
-                if recency.last_use(use.folder) == use.last:
+                if disk.last_use(use.folder) == use.last:
                     self._remove_unlocked(use.folder)
 
     def _remove_unlocked(self, folder: Path) -> bool:
@@ -411,12 +365,15 @@ class KernelStore:
             raise ValueError(f"a kernel's key must be a SHA-256 in lower-case hexadecimal, not {key!r}")
         return self.root / f"v{FORMAT}" / key[:2] / key
 
-    def _require_private_root(self) -> None:
+    def require_private(self, *names: str) -> None:
+        """Check that nobody else can write to the store, if it exists, nor to a folder of it, which must exist."""
         try:
-            info = self.root.stat()
+            info = self.root.stat(follow_symlinks=self._may_be_link)
             require_private(info, self.root)
         except FileNotFoundError:
-            return
+            if not names:
+                return
+            raise
         except OSError as exc:
             raise StoreError(
                 f"the kernel store {self.root} cannot be used: {exc}. Set {env.CACHE_DIR.name} to another folder"
@@ -431,17 +388,13 @@ class KernelStore:
                 f"the kernel store {self.root} cannot be used: it is not a folder. Remove it, or set "
                 f"{env.CACHE_DIR.name} to a folder"
             )
+        folder = self.root
+        for name in names:
+            folder /= name
+            self._require_own(folder)
 
     def folder(self, *names: str) -> Path:
-        """Return a folder of the store; create it if missing.
-
-        Raises
-        ------
-        StoreError
-            If others may write it.
-        OSError
-            If it cannot be created.
-        """
+        """Return a folder of the store; create it if missing."""
         folder = self.root
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -453,7 +406,7 @@ class KernelStore:
                 f"{os.readlink(exc.filename)}, which does not exist or is not a folder. Create that folder, or set "
                 f"{env.CACHE_DIR.name} to another one"
             ) from None
-        self._require_private_root()
+        self.require_private()
         for name in names:
             folder /= name
             with contextlib.suppress(FileExistsError):
@@ -473,14 +426,8 @@ class KernelStore:
             raise StoreError(f"the kernel store is not private: {exc}. Fix it with chown, chmod go-w") from None
 
     def require_writable(self) -> None:
-        """Check that kernels can be built into the store. Nothing stays changed, and no folder is created.
-
-        Raises
-        ------
-        StoreError
-            If they cannot.
-        """
-        self._require_private_root()
+        """Check that kernels can be built into the store. Nothing stays changed, and no folder is created."""
+        self.require_private()
         with self.writing():
             here = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
             own = [self.root / name for name in _FOLDERS if os.path.lexists(self.root / name)]
@@ -488,7 +435,8 @@ class KernelStore:
                 self._require_own(folder)
             for folder in (here, *own):
                 # A real attempt: permission bits are not enough, since even root cannot write everywhere.
-                tempfile.TemporaryFile(dir=folder).close()
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    locks.require(file, folder, _ADVICE)
 
     def _lock_file(self, key: str) -> Path:
         return self.folder("locks") / self._entry(key).name
@@ -497,6 +445,12 @@ class KernelStore:
         """Remove abandoned builds: those whose lock is free or held by this caller."""
         for folder in self.folder("tmp").glob(f"{_KEY}*"):
             key = folder.name[:_KEY_LENGTH]
+            # On a network file system, another machine may have locks of its own.
+            if f".{_machine()}." not in folder.name:
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - folder.lstat().st_mtime > _ABANDONED:
+                        _remove(folder)
+                continue
             if key == held:
                 _remove(folder)
                 continue
@@ -515,13 +469,7 @@ class KernelStore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn a refusal to read into a StoreError that says what to do, and other OSErrors as :meth:`writing` does.
-
-        Raises
-        ------
-        StoreError
-            If the block raises OSError.
-        """
+        """Turn a refusal to read into a StoreError that says what to do, and other OSErrors as :meth:`writing` does."""
         with self.writing():
             try:
                 yield
@@ -533,13 +481,7 @@ class KernelStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn any OSError into a StoreError that says what to do.
-
-        Raises
-        ------
-        StoreError
-            If the block raises OSError.
-        """
+        """Turn any OSError into a StoreError that says what to do."""
         try:
             yield
         except OSError as exc:
@@ -554,18 +496,53 @@ class KernelStore:
             raise StoreError(f"the kernel store {self.root} cannot be used: {exc}. To build kernels, {remedy}") from exc
 
 
+class Temporary(Part):
+    """The temporary store of this process, for where the user's cannot be used."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        try:
+            place = tempfile.gettempdir()
+        except FileNotFoundError:  # no folder can be written: who builds there has the error
+            place = "/tmp"
+        # Nobody can guess the name. A folder of another user with this name would be refused.
+        self.use(Path(place, f"cutlass_ops.{uuid.uuid4().hex}"))
+        atexit.register(_remove_at_end, self.store.root, os.getpid())
+
+    def use(self, root: Path) -> None:
+        """Use the folder of the process that started this one."""
+        self.store: KernelStore = _TemporaryStore(root)
+
+
+class _TemporaryStore(KernelStore):
+    _may_be_link = False  # somebody else could have put one there after a cleaner removed the folder
+
+
+def _remove_at_end(root: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _warn_of_spare(why: StoreError) -> None:
+    warn_once(f"{why}. Until then, each process compiles its kernels anew, into a temporary folder")
+
+
 _ADVICE = f"existing kernels can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"
 
 
 @cached(maxsize=None)
-def _added() -> dict[Path, int]:
-    """Return how many bytes were published in each store since it was last measured."""
-    return {}
+def _source_of(entry: str, inode: int) -> str | None:
+    """Return the key of an entry's source. A session reads each entry once: its inode tells it from a later one."""
+    return source_key(Path(entry))
 
 
-@cached(maxsize=8)
-def _index(folder: Path) -> Index:
-    return Index(folder, source_key)
+@functools.cache
+def _machine() -> str:
+    """Return what all processes have in common among which a lock holds on any file system."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a sandbox without /proc
+        return os.uname().nodename
 
 
 def _inode(path: Path) -> int | None:
@@ -597,5 +574,8 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL or not path.is_dir():  # CIFS and FUSE may not know it of folders
+            raise
     finally:
         os.close(descriptor)

@@ -1,5 +1,6 @@
 """Helpers that every other package uses and that know nothing about GEMMs.
 
-Element types, hardware limits, errors, environment variables, files, locks and processes.
+Element types, instructions and hardware limits; machine code; errors, variables and sessions; files and locks;
+processes, forks and what people see of them.
 This package imports no other package of the library.
 """

@@ -1,47 +1,50 @@
-"""The hardware limits of each target, in one table.
+"""The families of matrix instructions, and the hardware limits of each target, in one table each.
 
 Validation, tuning and offline generation all read these values.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (shared memory, registers,
-threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction shapes) and ``cp.async`` (copy sizes).
+threads); PTX ISA, sections on ``cp.async`` (copy sizes), ``mma.sync`` and ``wgmma.mma_async``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 from typing import NamedTuple
 
+
+class Family(NamedTuple):
+    """A family of matrix instructions. A kind of kernels, and a target, belong to one."""
+
+    name: str  # PTX's name
+    reads: str  # what reads operands, in messages
+    m: int = 0  # rows of an instruction; this and the next three are 0 if types differ in shape
+    n_step: int = 0  # step of its N
+    n_max: int = 0  # maximum of its N
+    k_bytes: int = 0  # its K in bytes
+    tma: bool = False  # whether TMA loads operands, from lines at multiples of 16 bytes; kernels copy others first
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MMA_SYNC = Family("mma.sync", "CUTLASS's main loop")
+WGMMA = Family("wgmma", "wgmma", m=64, n_step=8, n_max=256, k_bytes=32, tma=True)
 KIB = 1024
 
 
 class Target(NamedTuple):
-    """One machine-code target.
+    """One machine-code target."""
 
-    Attributes
-    ----------
-    name : str
-        nvcc's name, such as ``"sm_90a"``.
-    capability : tuple of int
-        Compute capability of the devices that run this machine code.
-    shared_memory : int
-        Maximum shared memory of one thread block, in bytes.
-    shared_memory_per_sm : int
-        Shared memory of one SM, in bytes. Each resident block takes RESERVED_SHARED_MEMORY more than it requests.
-    blocks_per_sm, threads_per_sm : int
-        Maximum number of thread blocks and threads resident on one SM.
-    wgmma : bool
-        Whether the target has wgmma, TMA and clusters.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    shared_memory: int
-    shared_memory_per_sm: int
-    blocks_per_sm: int
-    threads_per_sm: int
-    wgmma: bool = False
+    name: str  # nvcc's name, such as ``"sm_90a"``
+    capability: tuple[int, int]  # compute capability of the devices that run this machine code
+    shared_memory: int  # maximum of one thread block, in bytes
+    shared_memory_per_sm: int  # In bytes. Each resident block takes RESERVED_SHARED_MEMORY more than it requests.
+    blocks_per_sm: int  # maximum number of thread blocks resident on one SM
+    threads_per_sm: int  # maximum number of threads resident on one SM
+    family: Family = MMA_SYNC  # the matrix instructions that its kernels use
 
     @property
     def gencode(self) -> str:
@@ -56,7 +59,7 @@ TARGETS: dict[str, Target] = {
         Target("sm_86", (8, 6), 99 * KIB, 100 * KIB, 16, 1536),
         Target("sm_89", (8, 9), 99 * KIB, 100 * KIB, 24, 1536),
         Target("sm_90", (9, 0), 227 * KIB, 228 * KIB, 32, 2048),
-        Target("sm_90a", (9, 0), 227 * KIB, 228 * KIB, 32, 2048, wgmma=True),
+        Target("sm_90a", (9, 0), 227 * KIB, 228 * KIB, 32, 2048, WGMMA),
     )
 }
 
@@ -75,12 +78,6 @@ SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgm
 UNSWIZZLED_BYTES = 16  # width of the unswizzled layout, for every other extent
 MAX_CLUSTER = 8  # 16 is not portable: it needs an opt-in, and the launch may fail
 
-# wgmma: M is 64 per warpgroup, N any multiple of 8 up to 256, K 32 bytes.
-WGMMA_M = 64
-WGMMA_N_STEP = 8
-WGMMA_N_MAX = 256
-WGMMA_K_BYTES = 32
-
 # cp.async copies 4, 8 or 16 bytes. Narrower loads go through registers, which allows only two stages.
 CP_ASYNC_BYTES = (4, 8, 16)
 TMA_ALIGNMENT_BYTES = 16
@@ -88,13 +85,7 @@ TMA_LOAD_OPCODE = "UTMALDG"
 
 
 def target(name: str) -> Target:
-    """Look up a target by name.
-
-    Raises
-    ------
-    ValueError
-        If there is no such target. The message lists the targets and says what to do on another architecture.
-    """
+    """Look up a target by name. Raises ValueError, with the targets and what to do, if there is no such target."""
     if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
     raise ValueError(f"target {name!r} is not supported: {_instead(name)}")
@@ -109,7 +100,9 @@ def _instead(name: object) -> str:
     if match is None:
         return f"use one of {', '.join(TARGETS)}"
     major, minor = divmod(int(match["number"]), 10)
-    oldest, newest = TARGETS["sm_80"].capability, TARGETS["sm_90a"].capability
+    known = sorted({t.capability for t in TARGETS.values()})
+    oldest, newest = known[0], known[-1]
+    *others, last = (f"{a}.{b}" for a, b in known)
     same = ", ".join(t.name for t in TARGETS.values() if t.capability == (major, minor))
     if same:
         return f"use one of {same}"
@@ -120,31 +113,24 @@ def _instead(name: object) -> str:
     else:
         why = "has no kernels of its own"
     return (
-        f"compute capability {major}.{minor} {why}. Supported targets: {', '.join(TARGETS)} (compute capability 8.0, "
-        f"8.6, 8.9 and 9.0). Use one of these on such a device, or use torch.matmul on this one"
+        f"compute capability {major}.{minor} {why}. Supported targets: {', '.join(TARGETS)} (compute capability "
+        f"{', '.join(others)} and {last}). Use one of these on such a device, or use torch.matmul on this one"
     )
 
 
-def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
-    """Return the target for devices of this compute capability, or None."""
-    found = [t for t in TARGETS.values() if t.capability == capability and t.wgmma == wgmma]
-    return found[0] if found else None
+def target_for(capability: tuple[int, int], family: Family) -> Target | None:
+    """Return the target for devices of this compute capability and instructions of a family, or None."""
+    return next((t for t in TARGETS.values() if t.capability == capability and t.family == family), None)
+
+
+@functools.cache
+def best_target(capability: tuple[int, int]) -> Target | None:
+    """Return the target with the fastest instructions for devices of this compute capability, or None."""
+    return next((t for t in reversed(TARGETS.values()) if t.capability == capability), None)
 
 
 def unserved(what: str, capability: tuple[int, int], device: str = "", advice: str = "") -> str:
-    """Return the error message for an op that no kernel supports on this compute capability.
-
-    Parameters
-    ----------
-    what : str
-        The op and its operands' types.
-    capability : tuple of int
-        Compute capability of the device.
-    device : str
-        Name of the device, if known.
-    advice : str
-        What to do, instead of the usual advice.
-    """
+    """Return the error message for an op that no kernel supports on this compute capability."""
     major, minor = capability
     known = sorted({t.capability for t in TARGETS.values()})
     *others, last = (f"sm_{a}{b}" for a, b in known)
@@ -177,23 +163,3 @@ def no_device(device: object) -> str:
         f"tensors are on {device}: kernels run on CUDA devices, the reference implementation on the CPU. Move the "
         "tensors, or use PyTorch's operation"
     )
-
-
-# Opcode bits (the lowest 9 of an instruction) of the instructions that sass.py counts.
-# Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
-# instruction in these kernels shares the bits. tests/unit/test_sass.py compares with nvdisasm where it is installed.
-OPCODES: dict[int, str] = {
-    0x037: "IMMA",
-    0x03C: "HMMA",
-    0x03F: "DMMA",
-    0x183: "LDL",
-    0x187: "STL",
-    0x1AE: "LDGSTS",
-    0x1B4: "UTMALDG",
-    0x1B5: "UTMASTG",
-    0x1B6: "UTMAREDG",
-    0x1BA: "UBLKCP",
-    0x1F0: "HGMMA",
-    0x1F1: "IGMMA",
-    0x1F3: "QGMMA",
-}

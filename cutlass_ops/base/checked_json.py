@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -22,27 +23,12 @@ _LONG_INTEGER = re.compile(rb"[\[:,]-?[0-9]{19}")
 
 
 def read(text: bytes, what: str, most: int, build: Callable[[Any], T]) -> T:
-    """Parse untrusted JSON with :func:`parsed` and return ``build(value)``.
-
-    Raises
-    ------
-    ConfigError
-        If the text is not valid, or ``build`` raises it.
-    """
+    """Parse untrusted JSON and return ``build(value)``. Raises ConfigError if it is invalid, or ``build`` raises it."""
     return read_value(parsed(text, what, most), what, build)
 
 
 def parsed(text: bytes, what: str, most: int) -> Any:
-    """Parse untrusted JSON of at most ``most`` bytes.
-
-    The text must be UTF-8. Object keys must be unique, integers must fit into 64 signed bits, and other numbers must be
-    finite.
-
-    Raises
-    ------
-    ConfigError
-        If the text breaks one of these rules.
-    """
+    """Parse JSON in UTF-8 with unique keys, 64-bit integers and finite numbers. Raises ConfigError for other text."""
     if len(text) > most:
         raise ConfigError(f"{what} has more than {most} bytes, the limit")
     try:
@@ -62,13 +48,9 @@ def parsed(text: bytes, what: str, most: int) -> Any:
 def written(text: bytes, what: str, most: int, write: Callable[[Any], bytes], build: Callable[[Any], T]) -> T:
     """Read untrusted JSON that must be what ``write(value)`` gives for its value, and return ``build(value)``.
 
-    As long as ``write`` gives :func:`canonical` JSON, such text breaks no rule of :func:`parsed`, unless an integer is
-    too long. So it is parsed without functions in Python, in a third of the time.
-
-    Raises
-    ------
-    ConfigError
-        If it is another text, or ``build`` raises it.
+    If ``write`` gives :func:`canonical` JSON, such text breaks no rule of :func:`parsed`, unless an integer is too
+    long. So it is parsed without functions in Python, in a third of the time. Raises ConfigError if it is another text,
+    or ``build`` raises it.
     """
     try:
         is_plain = len(text) <= most and not _LONG_INTEGER.search(text)
@@ -87,13 +69,7 @@ def written(text: bytes, what: str, most: int, write: Callable[[Any], bytes], bu
 
 
 def read_value(value: Any, what: str, build: Callable[[Any], T]) -> T:
-    """Return ``build(value)`` of a value that was parsed.
-
-    Raises
-    ------
-    ConfigError
-        If ``build`` raises it, or the value is nested too deeply.
-    """
+    """Return ``build(value)``. Raises ConfigError if ``build`` does, or the value is nested too deeply."""
     try:
         return build(value)
     except RecursionError:  # a value that was just shallow enough to parse may be too deep to print or write
@@ -120,33 +96,24 @@ def shown(value: object) -> str:
 
 
 def canonical(value: object) -> bytes:
-    """Return the canonical JSON of a value: equal values give equal bytes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If JSON cannot hold the value.
-    """
+    """Return a value's canonical JSON: equal bytes for equal values. Raises TypeError or ValueError if it has none."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Return the canonical JSON of some fields and of their SHA-256, by which an accidental change is noticed."""
+    # As canonical() of them all, whose largest value then is written once.
+    parts = {name: canonical(value) for name, value in fields.items()}
+
+    def whole() -> bytes:
+        return b"{" + b",".join(b'"%s":%s' % (name.encode(), parts[name]) for name in sorted(parts)) + b"}"
+
+    parts["sha256"] = canonical(hashlib.sha256(whole()).hexdigest())
+    return whole()
+
+
 def mapping(data: object, what: str, names: str | None) -> Mapping[str, Any]:
-    """Return ``data`` if it is an object with exactly these fields.
-
-    Parameters
-    ----------
-    data : object
-        The parsed value.
-    what : str
-        Its name, for messages.
-    names : str or None
-        Names of the fields, separated by spaces. None allows any.
-
-    Raises
-    ------
-    ConfigError
-        If it is not.
-    """
+    """Return an object that has exactly the fields ``names``, or any if None. Raises ConfigError if it has others."""
     if not isinstance(data, dict):
         raise ConfigError(f"{what} must be an object, not {type(data).__name__}")
     if names is not None and set(data) != set(names.split()):
@@ -155,7 +122,7 @@ def mapping(data: object, what: str, names: str | None) -> Mapping[str, Any]:
 
 
 def difference(found: Iterable[object], wanted: Iterable[str]) -> str:
-    """Say which fields an object lacks, and which it should not have. They differ from those that are wanted."""
+    """Say which fields an object lacks, and which it should not have. Its fields differ from the wanted ones."""
     wanted, given = set(wanted), set(map(str, found))
     missing = f"it lacks {', '.join(sorted(wanted - given))}" if wanted - given else ""
     unknown = f"it may not have {shown(', '.join(sorted(given - wanted)))}" if given - wanted else ""
@@ -163,13 +130,7 @@ def difference(found: Iterable[object], wanted: Iterable[str]) -> str:
 
 
 def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
-    """Return ``data`` if it is a list of at most ``most`` values.
-
-    Raises
-    ------
-    ConfigError
-        If it is not.
-    """
+    """Return ``data`` if it is a list of at most ``most`` values; else raise ConfigError."""
     if not isinstance(data, list):
         raise ConfigError(f"{what} must be a list, not {type(data).__name__}")
     if most is not None and len(data) > most:
@@ -178,13 +139,7 @@ def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
 
 
 def text(data: object, what: str, most: int = 100, *, ascii_only: bool = True) -> str:
-    """Return ``data`` if it is a printable string of 1 to ``most`` characters. Strings that C++ also reads are ASCII.
-
-    Raises
-    ------
-    ConfigError
-        If it is not.
-    """
+    """Return a printable string of 1 to ``most`` characters; ASCII if C++ reads it too. Raises ConfigError."""
     if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= most:
         raise ConfigError(f"{what} must be a printable string of 1 to {most} characters, not {shown(data)}")
     if ascii_only and not data.isascii():
@@ -193,26 +148,14 @@ def text(data: object, what: str, most: int = 100, *, ascii_only: bool = True) -
 
 
 def integer(data: object, what: str, low: int, high: int) -> int:
-    """Return ``data`` if it is an integer from ``low`` to ``high``.
-
-    Raises
-    ------
-    ConfigError
-        If it is not.
-    """
+    """Return ``data`` if it is an integer from ``low`` to ``high``; else raise ConfigError."""
     if type(data) is not int or not low <= data <= high:
         raise ConfigError(f"{what} must be an integer from {low} to {high}, not {shown(data)}")
     return data
 
 
 def number(data: object, what: str, low: float, high: float) -> float:
-    """Return ``data`` as a float if it is a number from ``low`` to ``high``.
-
-    Raises
-    ------
-    ConfigError
-        If it is not.
-    """
+    """Return ``data`` as a float if it is a number from ``low`` to ``high``; else raise ConfigError."""
     if type(data) not in (int, float) or not isinstance(data, int | float) or not low <= data <= high:
         raise ConfigError(f"{what} must be a number from {low:g} to {high:g}, not {shown(data)}")
     return float(data)

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
@@ -38,20 +39,11 @@ _log = logging.getLogger("cutlass_ops")
 
 
 class Limits(NamedTuple):
-    """Limits on a claim.
+    """Limits on a claim."""
 
-    Attributes
-    ----------
-    request : float
-        Seconds that a request may take.
-    until : float
-        Monotonic time at which the first requests must be done.
-    wait : float
-        Seconds to wait for another machine, from when its claim is seen; it takes the place of ``until`` then.
-    """
-
-    request: float
-    until: float
+    request: float  # seconds that a request may take
+    until: float  # monotonic time at which the first requests must be done
+    # Seconds to wait for another machine, from when its claim is seen; it takes the place of ``until`` then.
     wait: float
 
 
@@ -68,15 +60,7 @@ class Claim:
         self._thread.start()
 
     def end(self, until: float, *, failed: bool) -> None:
-        """Remove the claim, or have it say that the work failed.
-
-        Parameters
-        ----------
-        until : float
-            Monotonic time at which this must be done. What is not removed by then dies by itself.
-        failed : bool
-            Whether the work failed.
-        """
+        """Remove the claim, or mark it as failed, until a monotonic time. One that stays dies by itself."""
         self._ended.set()
         if self._files.down:
             return
@@ -100,74 +84,35 @@ class Claim:
                 self._files.write(self._name(self._number), _text(count, "working"), self._limit)
 
 
-def take_turns(
-    files: RemoteFiles,
-    path: str,
-    what: str,
-    look: Callable[[float], T | None],
-    limits: Limits,
-    cancel: threading.Event | None = None,
-    *,
-    claim: bool,
-) -> tuple[T | None, Claim | None]:
-    """Wait for another machine's result, or make a claim. Return the result, or the claim; neither if it is too late.
+@dataclass
+class Turns(Generic[T]):
+    """One wait for another machine's result, which may end with a claim of our own."""
 
-    Parameters
-    ----------
-    files : RemoteFiles
-        Where claims are.
-    path : str
-        Path of the claims, without their number.
-    what : str
-        What is compiled, for messages.
-    look : callable
-        Takes a limit in seconds, and returns the result if it is there.
-    limits : Limits
-        The limits.
-    cancel : threading.Event, optional
-        Set it to stop waiting.
-    claim : bool
-        Whether to make a claim. Otherwise, wait only for a claim that is there, or appears soon.
+    files: RemoteFiles
+    path: str  # of the claims, without their number
+    what: str  # is made, for the log
+    look: Callable[[float], T | None]  # takes a limit in seconds, and returns the result if it is there
+    limits: Limits
+    cancel: threading.Event | None = None
+    _waits: bool = False
 
-    Raises
-    ------
-    Unreachable
-        If a request fails or takes too long. No claim is held then, except one that dies by itself.
-    CancelledError
-        If ``cancel`` is set while waiting.
-    """
-    return _Turns(files, path, what, look, limits, cancel).taken(claim)
+    def __post_init__(self) -> None:
+        self._until = self.limits.until
 
+    def taken(self, *, claim: bool) -> tuple[T | None, Claim | None]:
+        """Wait for the result, or make a claim. Return the result, or the claim; neither if it is too late.
 
-class _Turns:
-    """One wait."""
-
-    def __init__(
-        self,
-        files: RemoteFiles,
-        path: str,
-        what: str,
-        look: Callable[[float], Any],
-        limits: Limits,
-        cancel: threading.Event | None,
-    ) -> None:
-        self._files = files
-        self._path = path
-        self._what = what
-        self._look = look
-        self._limits = limits
-        self._cancel = cancel
-        self._until = limits.until
-        self._waits = False
-
-    def taken(self, claim: bool) -> tuple[Any, Claim | None]:
+        Without ``claim``, wait only for a claim that is there, or appears soon. Raises Unreachable if a request fails
+        or takes too long. No claim is held then, except one that dies by itself. Raises CancelledError if ``cancel`` is
+        set while waiting.
+        """
         number = 0
         while number < _MOST:
-            if claim and self._files.create(f"{self._path}.{number}", _text(0, "working"), self._left()):
+            if claim and self.files.create(f"{self.path}.{number}", _text(0, "working"), self._left()):
                 return self._claimed(number)
             outcome = self._watched(number, 0.0 if claim or number else _GRACE)
             # In the grace period a claim may have come and gone.
-            found = self._look(self._left())
+            found = self.look(self._left())
             if found is not None or outcome in ("failed", "late"):
                 return found, None
             if not claim and outcome != "dead":
@@ -175,11 +120,11 @@ class _Turns:
             number = number + 1 if outcome == "dead" else 0
         return None, None
 
-    def _claimed(self, number: int) -> tuple[Any, Claim | None]:
-        mine = Claim(self._files, self._path, number, self._limits.request)
+    def _claimed(self, number: int) -> tuple[T | None, Claim | None]:
+        mine = Claim(self.files, self.path, number, self.limits.request)
         try:
             # The last holder may have finished since the last look.
-            found = self._look(self._left())
+            found = self.look(self._left())
         except BaseException:
             mine.end(self._until, failed=False)
             raise
@@ -191,7 +136,7 @@ class _Turns:
     def _watched(self, number: int, grace: float) -> _Outcome:
         """Wait while a claim lives. If there is none, wait until it appears, for a grace period."""
         changed = began = time.monotonic()
-        seen, pause, grace = None, _FIRST_POLL, min(grace, self._limits.wait, self._left() / 2)
+        seen, pause, grace = None, _FIRST_POLL, min(grace, self.limits.wait, self._left() / 2)
         while True:
             text = self._read(number)
             if text is None and seen is None and time.monotonic() < began + grace:
@@ -203,8 +148,8 @@ class _Turns:
                 return "failed"
             now = time.monotonic()
             if not self._waits:
-                self._waits, self._until = True, now + self._limits.wait
-                _log.info("waiting for %s, which compiles %s", _holder(text), self._what)
+                self._waits, self._until = True, now + self.limits.wait
+                _log.info("waiting for %s, which compiles %s", _holder(text), self.what)
             if text != seen:
                 seen, changed = text, now
             if now - changed > _EXPIRES:
@@ -216,18 +161,18 @@ class _Turns:
 
     def _read(self, number: int) -> bytes | None:
         try:
-            return self._files.read(f"{self._path}.{number}", _MAX_CLAIM, self._left())
+            return self.files.read(f"{self.path}.{number}", _MAX_CLAIM, self._left())
         except TooLarge:
             return b"not a claim"  # which never changes
 
     def _sleep(self, seconds: float) -> None:
-        if self._cancel is None:
+        if self.cancel is None:
             time.sleep(seconds)
-        elif self._cancel.wait(seconds):
+        elif self.cancel.wait(seconds):
             raise CancelledError
 
     def _left(self) -> float:
-        return max(min(self._limits.request, self._until - time.monotonic()), 0.0)
+        return max(min(self.limits.request, self._until - time.monotonic()), 0.0)
 
 
 def _text(count: int, state: str) -> bytes:

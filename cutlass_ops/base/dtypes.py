@@ -13,37 +13,26 @@ _DL_FLOAT8_E5M2 = 12
 
 
 class DType(NamedTuple):
-    """One element type.
+    """One element type."""
 
-    Attributes
-    ----------
-    name : str
-        Short name used in declarations: ``"f16"``, ``"bf16"``, ``"f32"``. PTX has the same names.
-    bits : int
-        Size of one element in bits.
-    cpp : str
-        The type's name in CUTLASS C++.
-    torch_name : str
-        Attribute of ``torch`` that holds the same type.
-    dl_code : int
-        DLPack type code, which the compiled kernel checks.
-    """
+    name: str  # used in declarations: ``"f16"``, ``"bf16"``, ``"f32"``; PTX has the same names
+    bits: int  # of one element
+    cpp: str  # the type's name in CUTLASS C++
+    torch_name: str  # attribute of ``torch`` that holds the same type
+    dl_code: int  # DLPack type code, which the compiled kernel checks
 
-    name: str
-    bits: int
-    cpp: str
-    torch_name: str
-    dl_code: int
+    def bytes_of(self, count: int) -> int:
+        """Return the size of adjacent elements in bytes. Elements of less than a byte are packed."""
+        return -(-count * self.bits // 8)
 
-    @property
-    def bytes(self) -> int:
-        """Size of one element in bytes."""
-        return self.bits // 8
+    def count_in(self, size: int) -> int:
+        """Return how many elements fit into a number of bytes."""
+        return size * 8 // self.bits
 
     @property
     def tma_alignment(self) -> int:
         """Elements in 16 bytes: TMA's alignment of pointers and leading dimensions."""
-        return 128 // self.bits
+        return self.count_in(16)
 
     def __str__(self) -> str:
         return self.name
@@ -52,9 +41,9 @@ class DType(NamedTuple):
 f16 = DType("f16", 16, "cutlass::half_t", "float16", _DL_FLOAT)
 bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
-# FP32 in memory, of which the Tensor Cores multiply the first 10 bits of the fraction: a type of A and B only.
+# FP32 in memory; the Tensor Cores multiply the first 10 bits of its fraction. A type of A and B only.
 tf32 = DType("tf32", 32, "cutlass::tfloat32_t", "float32", _DL_FLOAT)
-# The same as a sum of two numbers of TF32, of which the Tensor Cores add up three of the four products.
+# The same as a sum of two TF32 numbers; the Tensor Cores add up three of the four products.
 tf32x3 = DType("tf32x3", 32, "float", "float32", _DL_FLOAT)
 # FP8. e4m3 has no infinities, and one NaN of each sign.
 e4m3 = DType("e4m3", 8, "cutlass::float_e4m3_t", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
@@ -63,29 +52,29 @@ e5m2 = DType("e5m2", 8, "cutlass::float_e5m2_t", "float8_e5m2", _DL_FLOAT8_E5M2)
 # FP64, in which GEMM and epilogue compute if A and B have it.
 f64 = DType("f64", 64, "double", "float64", _DL_FLOAT)
 
-# Of A and B, whose products are added up as i32, and then of D as well, which saturates.
+# A type of A and B, whose products are added up as i32, and then of D as well, which saturates.
 i8 = DType("i8", 8, "int8_t", "int8", _DL_INT)
 
-# Of indices that a reduction gives, of sums of products of i8, and of seeds.
+# Types of a reduction's indices, of sums of products of i8, and of seeds.
 i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
 i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
 
-# Numbers with a fraction. What a GEMM multiplies is in cutlass_ops.base.mma.
+# Numbers with a fraction. The types that a GEMM multiplies are in cutlass_ops.base.mma.
 ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
-# What an operand can be: of A and B, and of what an epilogue reads and stores.
+# Types of operands: of A and B, and of an epilogue's inputs and outputs.
 DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8)
-# What tensors may have as elements.
+# Element types of tensors.
 HELD: tuple[DType, ...] = (*ALL, f64, i8, i32)
-# What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
+# Types that an epilogue reads, reduces to, stores as (M, N), and rounds values to.
 READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
 STORED: tuple[DType, ...] = (f16, bf16, f32, *FP8)
 ROUNDED: tuple[DType, ...] = (f16, bf16, *FP8)
 # Operands of calls with groups of rows.
 GROUPED: tuple[DType, ...] = (f16, bf16, *FP8)
-# What D may be and no (M, N) input of an epilogue.
+# Types that D may have, but no (M, N) input of an epilogue.
 UNREAD: tuple[DType, ...] = (*FP8, i8, i32)
 # Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
@@ -109,21 +98,7 @@ NAMES |= {
 
 
 def dtype(name: object, among: tuple[DType, ...] = ALL) -> DType:
-    """Look up an element type.
-
-    Parameters
-    ----------
-    name : str, DType or torch.dtype
-        ``"f16"``, ``"bf16"``, ``"f32"``, ``"e4m3"`` or ``"e5m2"``, or another common spelling, such as ``"fp16"``,
-        ``"float16"``, ``"torch.bfloat16"``, ``"BF16"`` or ``"float8_e4m3fn"``.
-    among : tuple of DType
-        Types that are allowed here.
-
-    Raises
-    ------
-    ValueError
-        If the type is unknown or not allowed. The message lists the allowed types.
-    """
+    """Look up an element type. Raises ValueError, with the allowed types, if it is unknown or not allowed."""
     found = name if isinstance(name, DType) else NAMES.get(str(name).strip().lower().removeprefix("torch."))
     known = ", ".join(t.name for t in among)
     if found is None:

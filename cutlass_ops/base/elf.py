@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+
+from cutlass_ops.base.errors import CutlassOpsError, LoadError
 
 _MAGIC = b"\x7fELF"
 _EM_CUDA = 190
@@ -34,31 +37,15 @@ _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size:
 
 @dataclass(frozen=True)
 class Section:
-    """One section of an image.
+    """One section of an image."""
 
-    Attributes
-    ----------
-    name : str
-        For example ``".text.kernel"``.
-    executable : bool
-        Whether it contains instructions.
-    data : bytes
-        Its contents.
-    """
-
-    name: str
-    executable: bool
-    data: bytes
+    name: str  # for example ``".text.kernel"``
+    executable: bool  # whether it contains instructions
+    data: bytes  # its contents
 
 
 def gpu_images(library: bytes) -> Iterator[bytes]:
-    """Yield the GPU images inside a shared library, each with all bytes that follow it.
-
-    Raises
-    ------
-    struct.error
-        If there are more images than any kernel's library has.
-    """
+    """Yield a library's GPU images, each with all bytes after it. Raises struct.error if there are too many."""
     # The first ELF header is the library's own.
     at, images = library.find(_MAGIC, len(_MAGIC)), 0
     while at != -1:
@@ -71,38 +58,20 @@ def gpu_images(library: bytes) -> Iterator[bytes]:
 
 
 def gpu_code(library: bytes) -> Iterator[bytes]:
-    """Yield the contents of each section with instructions in a shared library's GPU images.
-
-    Raises
-    ------
-    struct.error
-        If an image is truncated, or there are more than any kernel's library has.
-    """
+    """Yield the code sections of a library's GPU images. Raises struct.error if one is truncated, or for too many."""
     for image in gpu_images(library):
         yield from (section.data for section in sections(image) if section.executable)
 
 
 def sm_version(image: bytes) -> int:
-    """Return the compute capability of a GPU image as two digits: 90 for sm_90 and sm_90a.
-
-    Raises
-    ------
-    struct.error
-        If the image is truncated.
-    """
+    """Return a GPU image's compute capability: 90 for sm_90 and sm_90a. Raises struct.error if it is truncated."""
     (flags,) = _unpack(struct.Struct("<I"), image, 0x30)
     # CUDA 13 writes a newer ABI version, in which the number has moved.
     return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
 
 
 def exports(library: bytes, names: Collection[str]) -> set[str]:
-    """Return which of ``names`` a shared library exports.
-
-    Raises
-    ------
-    struct.error
-        If the library is truncated, or has more symbols than any kernel's library.
-    """
+    """Return which of ``names`` a library exports. Raises struct.error if it is truncated or has too many symbols."""
     found = {section.name: section.data for section in sections(library)}
     symbols, table = found.get(".dynsym", b""), found.get(".dynstr", b"")
     if len(symbols) > _MAX_SYMBOLS * _SYMBOL.size:
@@ -115,24 +84,12 @@ def exports(library: bytes, names: Collection[str]) -> set[str]:
 
 
 def needed(library: bytes) -> list[str]:
-    """Return the libraries that the dynamic linker loads for a shared library.
-
-    Raises
-    ------
-    struct.error
-        If the dynamic section is broken, or larger than any kernel's library has.
-    """
+    """Return the libraries that a library links to. Raises struct.error if its dynamic section is invalid."""
     return _dynamic_texts(library, _LOADED, _MAX_FILE_NAME)
 
 
 def search_paths(library: bytes) -> list[str]:
-    """Return the library search paths that a shared library sets: RPATH and RUNPATH.
-
-    Raises
-    ------
-    struct.error
-        As for :func:`needed`.
-    """
+    """Return the RPATH and RUNPATH of a shared library. Raises struct.error as :func:`needed` does."""
     return _dynamic_texts(library, _SEARCHED, _MAX_PATH)
 
 
@@ -198,13 +155,7 @@ def _name(table: bytes, at: int, most: int) -> str:
 
 
 def sections(image: bytes) -> Iterator[Section]:
-    """Yield the sections of an image.
-
-    Raises
-    ------
-    struct.error
-        If the image is truncated.
-    """
+    """Yield the sections of an image. Raises struct.error if the image is truncated."""
     (table,) = _unpack(struct.Struct("<Q"), image, 0x28)
     entry_size, entries, names_at = _unpack(struct.Struct("<HHH"), image, 0x3A)
     headers = [_unpack(_SECTION, image, table + index * entry_size) for index in range(entries)]
@@ -232,3 +183,26 @@ def _contents(image: bytes, header: tuple[int, ...]) -> bytes:
     if len(data) != size:
         raise struct.error("a section ends beyond the file")
     return data
+
+
+# ---- Which libraries the dynamic linker loads ------------------------------------------------------------------------
+
+
+# The C and C++ runtimes, tvm-ffi and the CUDA runtime. A slash would make the name a path.
+_LIBRARY = re.compile(r"libtvm_ffi\.so|(libcudart|libstdc\+\+|libgcc_s|libm|libc|ld-linux-x86-64)\.so\.[0-9]+")
+
+
+def require_own_libraries(library: bytes, where: str, error: type[CutlassOpsError] = LoadError) -> None:
+    """Refuse a library with its own search paths, or that needs others than the kernel runtime's. Raises ``error``."""
+    try:
+        paths, libraries = search_paths(library), needed(library)
+    except (struct.error, IndexError) as exc:
+        raise error(f"{where} is not a shared library: {exc}") from None
+    if paths:
+        raise error(
+            f"{where} makes the dynamic linker search {', '.join(map(repr, paths))} (RPATH or RUNPATH) for unchecked "
+            f"libraries: compile it with a g++ that adds no -rpath"
+        )
+    foreign = [name for name in libraries if not _LIBRARY.fullmatch(name)]
+    if foreign:
+        raise error(f"{where} needs {', '.join(foreign)}, which kernels must not load")

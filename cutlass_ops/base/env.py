@@ -30,21 +30,11 @@ class NoHomeError(ValueError):
 
 
 class Variable(NamedTuple):
-    """One environment variable.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the environment.
-    default : str
-        The default while it is unset or empty, as a value or in words.
-    doc : str
-        What it sets.
-    """
+    """One environment variable."""
 
     name: str
-    default: str
-    doc: str
+    default: str  # applies while it is unset or empty; a value or words
+    doc: str  # what it sets
 
     @property
     def text(self) -> str | None:
@@ -58,33 +48,10 @@ class Variable(NamedTuple):
 
 
 CACHE_DIR = Variable("CUTLASS_OPS_CACHE_DIR", "~/.cache/cutlass_ops", "folder of the kernel store")
-XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "parent of the default kernel store folder")
-JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only existing kernels")
-NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of nvcc, used before any other")
-CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before the one on PATH")
-CUDA_PATH = Variable("CUDA_PATH", "looked for", "same as CUDA_HOME, which takes precedence")
-NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
-CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
-JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
-LINEINFO = Variable(
-    "CUTLASS_OPS_LINEINFO", "0", "1: compile kernels with source line numbers for profilers (-lineinfo)"
-)
-STAND_IN = Variable(
-    "CUTLASS_OPS_STAND_IN", "1", "0: a call waits until its best kernel is compiled, and no other kernel serves it"
-)
-CHOICES = Variable("CUTLASS_OPS_CHOICES", "1", "0: what is decided for a weight is not kept in the store's folder")
-NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: mark each call as an NVTX range with the op's name, for profilers")
-PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
-
-EXECUTOR_TIMEOUT = Variable(
-    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds to wait for the next kernel from an executor"
-)
-
 CACHE_SIZE = Variable(
     "CUTLASS_OPS_CACHE_SIZE", "2GB", "maximum size of the kernel store, or none; the least recently used kernels go"
 )
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
-
 BUNDLES = Variable(
     "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, separated by ':', searched in this order"
 )
@@ -94,7 +61,6 @@ BUNDLE_KEY = Variable(
     "PEM files of Ed25519 keys, separated by ':'; each bundle must be signed with one of them",
 )
 BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "minimum version of every bundle")
-
 REMOTE_STORE = Variable(
     "CUTLASS_OPS_REMOTE_STORE", "none", "URL of a kernel store that machines share; it is asked before compiling"
 )
@@ -114,46 +80,32 @@ REMOTE_STORE_TIMEOUT = Variable(
 REMOTE_STORE_WAIT = Variable(
     "CUTLASS_OPS_REMOTE_STORE_WAIT", "120", "seconds to wait for a kernel that another machine is compiling"
 )
-
-VARIABLES = (
-    CACHE_DIR,
-    CACHE_SIZE,
-    TUNING_DIR,
-    BUNDLES,
-    BUNDLE_KEY,
-    BUNDLE_VERSION,
-    REMOTE_STORE,
-    REMOTE_STORE_KEY,
-    REMOTE_STORE_SIGNING_KEY,
-    REMOTE_STORE_TIMEOUT,
-    REMOTE_STORE_WAIT,
-    XDG_CACHE_HOME,
-    JIT,
-    STAND_IN,
-    CHOICES,
-    NVCC,
-    CUDA_HOME,
-    CUDA_PATH,
-    NVCC_CCBIN,
-    CUTLASS_DIR,
-    JOBS,
-    LINEINFO,
-    NVTX,
-    EXECUTOR_TIMEOUT,
-    PROGRESS,
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "parent of the default kernel store folder")
+JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only existing kernels")
+STAND_IN = Variable(
+    "CUTLASS_OPS_STAND_IN", "1", "0: a call waits until its best kernel is compiled, and PyTorch serves none"
 )
+CHOICES = Variable("CUTLASS_OPS_CHOICES", "1", "0: what is decided for a weight is not kept in the store's folder")
+NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of nvcc, used before any other")
+CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before the one on PATH")
+CUDA_PATH = Variable("CUDA_PATH", "looked for", "same as CUDA_HOME, which takes precedence")
+NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
+CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
+JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
+LINEINFO = Variable(
+    "CUTLASS_OPS_LINEINFO", "0", "1: compile kernels with source line numbers for profilers (-lineinfo)"
+)
+NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: mark each call as an NVTX range with the op's name, for profilers")
+EXECUTOR_TIMEOUT = Variable(
+    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds to wait for the next kernel from an executor"
+)
+PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
+
+VARIABLES = tuple(each for each in globals().values() if isinstance(each, Variable))
 
 
 def cache_dir() -> Path:
-    """Return the kernel store's folder, which need not exist.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_CACHE_DIR`` is relative.
-    NoHomeError
-        If it is unset and there is no home folder. NoHomeError is a ValueError.
-    """
+    """Return the kernel store's folder, which need not exist. Raises NoHomeError if nothing names one."""
     given = _path(CACHE_DIR)
     if given is not None:
         return given
@@ -168,13 +120,7 @@ def cache_dir() -> Path:
 
 
 def cache_size() -> int | None:
-    """Return the maximum size of the kernel store in bytes, or None for no limit.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_CACHE_SIZE`` is neither a size such as 2GB, nor none.
-    """
+    """Return the store's maximum size in bytes, None for no limit. Raises ValueError if it is no size such as 2GB."""
     text = CACHE_SIZE.text or CACHE_SIZE.default
     if text == "none":
         return None
@@ -185,47 +131,23 @@ def cache_size() -> int | None:
 
 
 def executor_timeout() -> float:
-    """Return how many seconds to wait for the next kernel from an executor.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` is not a positive number.
-    """
+    """Return how many seconds to wait for an executor's next kernel. Raises ValueError unless it is positive."""
     return _seconds(EXECUTOR_TIMEOUT)
 
 
 def tuning_dir() -> Path:
-    """Return the folder of the user's tuning tables, which need not exist.
-
-    Raises
-    ------
-    ValueError, NoHomeError
-        As for :func:`cache_dir`.
-    """
+    """Return the folder of the user's tuning tables, which need not exist. Raises the errors of :func:`cache_dir`."""
     return _path(TUNING_DIR) or cache_dir() / "tuning"
 
 
 def bundles() -> tuple[Path, ...]:
-    """Return the user's bundles in the order in which they are searched.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_BUNDLES`` holds a relative path.
-    """
+    """Return the user's bundles in search order. Raises ValueError if ``CUTLASS_OPS_BUNDLES`` has a relative path."""
     parts = (part for part in (BUNDLES.text or "").split(os.pathsep) if part)
     return tuple(_absolute(BUNDLES, part) for part in parts)
 
 
 def bundle_keys() -> tuple[Path, ...] | None:
-    """Return the keys that may sign bundles, or None while the variable is unset.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_BUNDLE_KEY`` is set and empty, or has an empty or relative path.
-    """
+    """Return the keys that may sign bundles, or None if unset. Raises ValueError for an empty or relative path."""
     text = BUNDLE_KEY.given
     # An empty value is likely a mistake: it must not turn signature checks off.
     return None if text is None else _keys(BUNDLE_KEY, text, ", or unset it to load unsigned bundles")
@@ -233,13 +155,7 @@ def bundle_keys() -> tuple[Path, ...] | None:
 
 @contextlib.contextmanager
 def naming_key(variable: Variable) -> Iterator[None]:
-    """Have the error about a key's file that cannot be read name the variable that names it.
-
-    Raises
-    ------
-    ValueError
-        If the block raises OSError.
-    """
+    """Replace an OSError about a key's file by a ValueError that also names the variable that named the file."""
     try:
         yield
     except OSError as exc:
@@ -249,37 +165,19 @@ def naming_key(variable: Variable) -> Iterator[None]:
 
 
 def bundle_version() -> int | None:
-    """Return the minimum version of every bundle, or None while the variable is unset.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_BUNDLE_VERSION`` is set and not a positive integer.
-    """
+    """Return the minimum version of bundles, or None if unset. Raises ValueError if it is not a positive integer."""
     text = BUNDLE_VERSION.given
     return None if text is None else _positive(BUNDLE_VERSION, text)
 
 
 class RemoteStore(NamedTuple):
-    """The settings of the remote store.
+    """The settings of the remote store."""
 
-    Attributes
-    ----------
-    url : str
-        URL of its folder, without a slash at the end.
-    public_keys : tuple of Path
-        One of these must have signed each fetched kernel.
-    signing_key : Path or None
-        Signs the kernels that are published; None publishes none.
-    timeout, wait : float
-        Seconds for the requests for one kernel, and to wait for another machine's compiler.
-    """
-
-    url: str
-    public_keys: tuple[Path, ...]
-    signing_key: Path | None
-    timeout: float
-    wait: float
+    url: str  # of its folder, without a slash at the end
+    public_keys: tuple[Path, ...]  # one of these must have signed each fetched kernel
+    signing_key: Path | None  # signs the kernels that are published; None publishes none
+    timeout: float  # seconds for the requests for one kernel
+    wait: float  # seconds to wait for another machine's compiler
 
 
 def without_user(url: str) -> str:
@@ -288,20 +186,14 @@ def without_user(url: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a wrong URL for messages: what is wrong may be the password, so nothing before the last @ is shown."""
+    """Return a wrong URL for messages, without the text before the last @, which may be a password."""
     before, _, shown = url.rpartition("@")
     scheme, separator, _ = before.partition("://")
     return scheme + separator + shown if separator else shown
 
 
 def remote_store() -> RemoteStore | None:
-    """Return the settings of the remote store, or None while there is none.
-
-    Raises
-    ------
-    ValueError
-        If a variable's value is invalid, or a URL is set without a public key.
-    """
+    """Return the remote store's settings, or None. Raises ValueError for a bad value, or a URL without a public key."""
     url = REMOTE_STORE.text
     if url is None:
         return None
@@ -338,35 +230,17 @@ def remote_store() -> RemoteStore | None:
 
 
 def jit_enabled() -> bool:
-    """Return whether kernels may be compiled.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_JIT`` is neither 0 nor 1.
-    """
+    """Return whether kernels may be compiled. Raises ValueError if ``CUTLASS_OPS_JIT`` is neither 0 nor 1."""
     return _choice(JIT, {"0": False, "1": True}, True)
 
 
 def nvcc() -> Path | None:
-    """Return the nvcc that the user named, if any.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_NVCC`` is a relative path.
-    """
+    """Return the nvcc that the user named, if any. Raises ValueError if ``CUTLASS_OPS_NVCC`` is a relative path."""
     return _path(NVCC)
 
 
 def cuda_homes() -> tuple[tuple[str, Path], ...]:
-    """Return (variable name, toolkit folder) of the user's toolkits, in order of precedence.
-
-    Raises
-    ------
-    ValueError
-        If a path names a home folder that does not exist.
-    """
+    """Return (variable name, toolkit folder) of the user's toolkits, the first in precedence first."""
     return tuple((v.name, _expanded(v, v.text)) for v in (CUDA_HOME, CUDA_PATH) if v.text is not None)
 
 
@@ -376,24 +250,12 @@ def host_compiler() -> str | None:
 
 
 def cutlass_dir() -> Path | None:
-    """Return the CUTLASS checkout that the user named, if any.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_CUTLASS_DIR`` is a relative path.
-    """
+    """Return the user's CUTLASS checkout. Raises ValueError if ``CUTLASS_OPS_CUTLASS_DIR`` is a relative path."""
     return _path(CUTLASS_DIR)
 
 
 def jobs() -> int:
-    """Return how many kernels to compile at the same time.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_JOBS`` is not a positive integer.
-    """
+    """Return how many kernels to compile at a time. Raises ValueError unless it is a positive integer."""
     text = JOBS.text
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -401,57 +263,27 @@ def jobs() -> int:
 
 
 def lineinfo_enabled() -> bool:
-    """Return whether to compile kernels with source line numbers. This changes their keys.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_LINEINFO`` is neither 0 nor 1.
-    """
+    """Return whether kernels have source line numbers, which changes keys. Raises ValueError if it is not 0 or 1."""
     return _choice(LINEINFO, {"0": False, "1": True}, False)
 
 
 def stand_in() -> bool:
-    """Whether another kernel serves a call until its best one is compiled.
-
-    Raises
-    ------
-    ValueError
-        If the variable is neither 0 nor 1.
-    """
+    """Whether PyTorch serves a call until its best kernel is compiled. Raises ValueError if the value is not 0 or 1."""
     return _choice(STAND_IN, {"0": False, "1": True}, True)
 
 
 def remembers_choices() -> bool:
-    """Whether decisions about weights are kept from one process to the next.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_CHOICES`` is neither 0 nor 1.
-    """
+    """Whether choices for weights outlast the process. Raises ValueError unless ``CUTLASS_OPS_CHOICES`` is 0 or 1."""
     return _choice(CHOICES, {"0": False, "1": True}, True)
 
 
 def nvtx_enabled() -> bool:
-    """Return whether calls are NVTX ranges.
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_NVTX`` is neither 0 nor 1.
-    """
+    """Return whether calls are NVTX ranges. Raises ValueError if ``CUTLASS_OPS_NVTX`` is neither 0 nor 1."""
     return _choice(NVTX, {"0": False, "1": True}, False)
 
 
 def progress() -> bool | None:
-    """Return how to show progress: as a bar (True), not at all (False), or to suit standard error (None).
-
-    Raises
-    ------
-    ValueError
-        If ``CUTLASS_OPS_PROGRESS`` is none of 0, 1 and auto.
-    """
+    """Return how to show progress: as a bar (True), not at all (False), or to suit standard error (None)."""
     return _choice(PROGRESS, {"0": False, "1": True, "auto": None}, None)
 
 

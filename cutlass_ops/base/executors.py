@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, thread
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import ParamSpec, TypeVar, cast
@@ -32,18 +32,9 @@ _DASK = re.compile(r"dask://([^/\s]+:[0-9]+)")
 def named(text: str) -> Iterator[Executor]:
     """Yield an executor by name; shut it down at the end.
 
-    Parameters
-    ----------
-    text : str
-        ``"processes"`` or ``"processes:N"`` for processes on this machine, or ``"dask://HOST:PORT"`` for a Dask
-        scheduler. Dask workers need this library and the compilers.
-
-    Raises
-    ------
-    ValueError
-        If the name is not one of these.
-    ToolchainError
-        If the package distributed is not installed, or no scheduler answers.
+    The name is ``"processes"`` or ``"processes:N"`` for processes on this machine, or ``"dask://HOST:PORT"`` for a Dask
+    scheduler. Dask workers need this library and the compilers. Raises ValueError if the name is not one of these.
+    Raises ToolchainError if the package distributed is not installed, or no scheduler answers.
     """
     require_named(text)
     processes, dask = _PROCESSES.fullmatch(text), _DASK.fullmatch(text)
@@ -56,13 +47,7 @@ def named(text: str) -> Iterator[Executor]:
 
 
 def require_named(text: str) -> None:
-    """Check an executor's name.
-
-    Raises
-    ------
-    ValueError
-        If it is not valid.
-    """
+    """Check an executor's name. Raises ValueError if it is not valid."""
     if not _PROCESSES.fullmatch(text) and not _DASK.fullmatch(text):
         raise ValueError(f"{text!r} is not an executor: write {FORMS}")
 
@@ -137,3 +122,29 @@ def _dask(address: str) -> Iterator[Executor]:
         raise ToolchainError(f"no Dask scheduler answers at {address}: {exc}") from None
     with client:
         yield cast(Executor, client.get_executor())
+
+
+# ---- The end of the interpreter --------------------------------------------------------------------------------------
+
+
+def is_ending() -> bool:
+    """Whether the interpreter ends. Then executors take nothing, and no thread can start from Python 3.12 on."""
+    # Executors end first, and wait for their threads meanwhile. For that, Python has no public question.
+    return not threading.main_thread().is_alive() or getattr(thread, "_shutdown", False)
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads. Once the interpreter ends, the thread that submits something does it itself, at once."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:  # noqa: D102
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            if not is_ending():
+                raise
+        done: Future[_T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as exc:
+            done.set_exception(exc)
+        return done

@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import IO
 
+from cutlass_ops.base import forks
 from cutlass_ops.base.errors import StoreError
 
 _POLL = 0.05  # seconds between attempts
@@ -36,29 +38,23 @@ _log = logging.getLogger("cutlass_ops")
 def held(path: Path, what: str, advice: str, cancel: threading.Event | None = None) -> Iterator[None]:
     """Hold a lock, exclusive among all threads and processes, during the context.
 
-    After some seconds of waiting, the logger ``cutlass_ops`` warns who holds the lock.
-
-    Parameters
-    ----------
-    path : Path
-        The lock file, which exists while the lock is held. Its folder must exist.
-    what : str
-        What the lock protects, in words.
-    advice : str
-        What to do if the file system has no locks.
-    cancel : threading.Event, optional
-        Set it to stop waiting.
-
-    Raises
-    ------
-    StoreError
-        If the file system has no locks.
-    OSError
-        If the file cannot be created, or is a link.
-    CancelledError
-        If ``cancel`` is set while waiting.
+    After some seconds of waiting, the logger ``cutlass_ops`` warns who holds the lock. The file exists while the lock
+    is held, and its folder must exist. ``what`` says what the lock protects, and ``advice`` what to do if the file
+    system has no locks. Set ``cancel`` to stop waiting. Raises StoreError if the file system has no locks. Raises
+    OSError if the file cannot be created, or is a link. Raises CancelledError if ``cancel`` is set while waiting.
     """
-    handle = _acquired(path, what, advice, cancel)
+    said = time.monotonic() - _AGAIN + _PATIENCE
+    while True:
+        handle = _Handle(path)
+        note = handle.note()
+        if handle.attempt(what, advice):
+            break
+        if cancel is not None and cancel.is_set():
+            raise CancelledError
+        if time.monotonic() - said > _AGAIN:
+            said = time.monotonic()
+            _log.warning("waiting for %s: %s", what, note or "another process has the lock")
+        time.sleep(_POLL)
     try:
         yield
     finally:
@@ -68,52 +64,28 @@ def held(path: Path, what: str, advice: str, cancel: threading.Event | None = No
 @contextlib.contextmanager
 def attempted(path: Path, what: str, advice: str) -> Iterator[bool]:
     """Hold a lock if it is free; yield whether it is held. Parameters and errors are those of :func:`held`."""
-    handle = _attempt(_Handle(path), what, advice)
+    handle = _Handle(path)
+    held = handle.attempt(what, advice)
     try:
-        yield handle is not None
+        yield held
     finally:
-        if handle is not None:
-            handle.release()
+        handle.release()
 
 
-def _acquired(path: Path, what: str, advice: str, cancel: threading.Event | None) -> _Handle:
-    said = time.monotonic() - _AGAIN + _PATIENCE
-    while True:
-        handle = _Handle(path)
-        note = handle.note()
-        got = _attempt(handle, what, advice)
-        if got is not None:
-            return got
-        if cancel is not None and cancel.is_set():
-            raise CancelledError
-        if time.monotonic() - said > _AGAIN:
-            said = time.monotonic()
-            _log.warning("waiting for %s: %s", what, note or "another process has the lock")
-        time.sleep(_POLL)
-
-
-def _attempt(handle: _Handle, what: str, advice: str) -> _Handle | None:
-    """Lock the handle and return it; if that fails, close it and return None."""
+def require(file: IO[bytes], folder: Path, advice: str) -> None:
+    """Check, with an open file of its own, that a folder's file system has locks. Raises StoreError if not."""
     try:
-        fcntl.flock(handle.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if handle.is_current():
-            handle.sign(what)
-            return handle
-    except BlockingIOError:
-        pass
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
-        handle.close()
         if exc.errno not in _UNSUPPORTED:
             raise
-        raise StoreError(
-            f"the file system of {handle.path.parent} has no file locks ({exc.strerror}), which concurrent processes "
-            f"need: {advice}"
-        ) from None
-    except BaseException:
-        handle.close()
-        raise
-    handle.close()
-    return None
+        raise _no_locks(folder, exc, advice) from None
+
+
+def _no_locks(folder: Path, exc: OSError, advice: str) -> StoreError:
+    return StoreError(
+        f"the file system of {folder} has no file locks ({exc.strerror}), which concurrent processes need: {advice}"
+    )
 
 
 class _Handle:
@@ -123,12 +95,34 @@ class _Handle:
         self.path = path
         # O_NONBLOCK: do not block if someone put a pipe there.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        with _gate:
+        with forks.held_off():
             self.descriptor = os.open(path, flags, 0o600)
             _handles.add(self)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+    def attempt(self, what: str, advice: str) -> bool:
+        """Lock the file and return True; if that fails, close it and return False."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.is_current():
+                self.sign(what)
+                return True
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            self.close()
+            if exc.errno == errno.ESTALE:  # on a network file system: its holder has removed it
+                return False
+            if exc.errno not in _UNSUPPORTED:
+                raise
+            raise _no_locks(self.path.parent, exc, advice) from None
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        return False
 
     def is_current(self) -> bool:
         """Return whether the path still names this file."""
@@ -152,7 +146,7 @@ class _Handle:
         try:
             note = json.loads(os.pread(self.descriptor, _MAX_NOTE, 0))
             return f"process {note['pid']} on {note['host']} has had the lock since {note['since']}"
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def release(self) -> None:
@@ -168,25 +162,22 @@ class _Handle:
         self.close()
 
     def close(self) -> None:
-        with _gate:
+        with forks.held_off():
             if self in _handles:
                 _handles.remove(self)
                 os.close(self.descriptor)
 
 
-# A forked process inherits the descriptors, and with them the locks. It closes all descriptors in _handles. Fork waits
-# for _gate, so that it does not happen between opening a descriptor and adding it.
-_gate = threading.RLock()
+# A forked process inherits the descriptors, and with them the locks. It closes all descriptors in _handles. No fork
+# happens between opening a descriptor and adding it.
 _handles: set[_Handle] = set()
 
 
 def _in_child() -> None:
-    global _gate
-    _gate = threading.RLock()
     for handle in _handles:
         with contextlib.suppress(OSError):
             os.close(handle.descriptor)
     _handles.clear()
 
 
-os.register_at_fork(before=lambda: _gate.acquire(), after_in_parent=lambda: _gate.release(), after_in_child=_in_child)
+forks.reset_in_child(_in_child)

@@ -9,54 +9,65 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cutlass_ops.base.arch import WGMMA_K_BYTES
-from cutlass_ops.base.dtypes import READ, STORED, DType, bf16, e4m3, e5m2, f16, f32, f64, i8, i32, tf32, tf32x3
+from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
+from cutlass_ops.base.dtypes import FP8, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
 
 Block = tuple[int, int]
 
 
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The instructions of one family for a pair of operand types."""
+
+    family: Family
+    opcode: str  # in machine code
+    # (M, N, K) of ``mma.sync``, the usual one first; those of ``wgmma`` follow from the family
+    shapes: tuple[Shape, ...] = ()
+    hopper_shapes: tuple[Shape, ...] = ()  # further shapes, which sm_90 is the first to have; preferred there
+    k_major_only: bool = False  # whether operands must be K-major
+    # Whether kernels copy operands that the instruction or TMA cannot read (``declare.spec.copied``). FP8 is not
+    # copied: that would take as long as the quantisation before it, which can write lines along K.
+    copyable: bool = False
+    # blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies
+    scalings: tuple[tuple[Block, Block], ...] = ()
+
+    def shapes_on(self, capability: tuple[int, int]) -> tuple[Shape, ...]:
+        """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""
+        return (*(self.hopper_shapes if capability >= (9, 0) else ()), *self.shapes)
+
+    def takes_majors(self, a: str, b: str) -> bool:
+        """Whether the instruction reads operands of these majors, from shared memory as they are."""
+        return not self.k_major_only or (a, b) == ("row", "col")
+
+
 @dataclass(frozen=True)
 class MmaSpec:
-    """The matrix instructions for one pair of operand types.
-
-    Attributes
-    ----------
-    a, b, accumulator : DType
-        Types of A, B and the accumulator.
-    shapes : tuple of (M, N, K)
-        Instruction shapes of ``mma.sync``, the usual one first.
-    opcode, wgmma_opcode : str
-        Machine-code opcodes of ``mma.sync`` and ``wgmma``; empty if there is no such instruction.
-    result : DType
-        Type of D where nothing says otherwise.
-    wgmma_k_major_only : bool
-        Whether ``wgmma`` needs K-major operands.
-    k_major_only : bool
-        Whether kernels of ``mma.sync`` need K-major operands as well.
-    hopper_shapes : tuple of (int, int, int)
-        Further shapes of ``mma.sync``, of which sm_90 is the first to have them; preferred there.
-    rate : float
-        Peak throughput relative to BF16.
-    scalings : tuple of ((int, int), (int, int))
-        Blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies.
-    copyable : bool
-        Whether kernels of ``wgmma`` copy operands that it or TMA cannot read (``declare.spec.copied``). FP8 is not
-        copied: that would take as long as the quantisation before it, which can write lines along K.
-    """
+    """The matrix instructions for one pair of operand types."""
 
     a: DType
     b: DType
     accumulator: DType
-    shapes: tuple[tuple[int, int, int], ...]
-    opcode: str
-    wgmma_opcode: str
-    result: DType
-    wgmma_k_major_only: bool = False
-    k_major_only: bool = False
-    hopper_shapes: tuple[tuple[int, int, int], ...] = ()
-    rate: float = 1.0
-    scalings: tuple[tuple[Block, Block], ...] = ()
-    copyable: bool = False
+    result: DType  # type of D if nothing says otherwise
+    units: tuple[Unit, ...]  # Families with instructions for these types. Kernels of other families refuse these types.
+    rate: float = 1.0  # peak throughput relative to BF16
+    error: float = 1e-4  # the relative error that sums may have, besides that of rounding them to D's type
+
+    def by(self, family: Family) -> Unit | None:
+        """Return a family's unit for these types, or None."""
+        return next((unit for unit in self.units if unit.family == family), None)
+
+    @property
+    def by_tma(self) -> Unit | None:
+        """The unit of a family whose kernels load by TMA, for these types, or None."""
+        return next((unit for unit in self.units if unit.family.tma), None)
+
+    @property
+    def scalings(self) -> tuple[tuple[Block, Block], ...]:
+        """Blocks of A and of B whose scales some main loop applies."""
+        return tuple(blocks for unit in self.units for blocks in unit.scalings)
 
     @property
     def bits(self) -> int:
@@ -67,7 +78,7 @@ class MmaSpec:
     def wgmma_types(self) -> str:
         """The end of the instruction's name in PTX: K and types. A kernel that computes D^T takes B's type first."""
         types = ".".join(_PTX.get(t, t.name) for t in (self.accumulator, self.a, self.b))
-        return f"k{WGMMA_K_BYTES // self.a.bytes}.{types}"
+        return f"k{self.a.count_in(WGMMA.k_bytes)}.{types}"
 
     @property
     def compute(self) -> DType:
@@ -76,24 +87,31 @@ class MmaSpec:
 
     @property
     def read(self) -> tuple[DType, ...]:
-        """What an epilogue reads."""
+        """Types that an epilogue reads."""
         return READ if self.compute is f32 else (self.compute,)
 
     @property
     def stored(self) -> tuple[DType, ...]:
-        """What an epilogue stores as (M, N)."""
+        """Types that an epilogue stores as (M, N)."""
         if self.compute is not f32:
             return (self.compute,)
         return (*STORED, i8) if self.accumulator is i32 else STORED
 
     @property
     def results(self) -> tuple[DType, ...]:
-        """What D may be. Whole numbers of 32 bits are the sums as they are: ``epilogue.integers`` says of which."""
+        """Types of D. Whole numbers of 32 bits are the unchanged sums: ``epilogue.integers`` says for which."""
         return (*self.stored, i32) if self.accumulator is i32 else self.stored
 
-    def shapes_on(self, capability: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-        """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""
-        return (*(self.hopper_shapes if capability >= (9, 0) else ()), *self.shapes)
+    @property
+    def longest_k(self) -> int | None:
+        """The greatest K at which no sum overflows, whatever the values; None of types whose sums have no end.
+
+        The accumulator holds sums up to 2**31 - 1. Beyond, ``wgmma`` wraps, and ``mma.sync`` with ``.satfinite`` clamps
+        each step (PTX ISA). The largest product is that of the two smallest numbers, (-128)² = 2**14.
+        """
+        if self.accumulator is not i32:
+            return None
+        return ((1 << i32.bits - 1) - 1) // (1 << 2 * self.bits - 2)
 
     def takes_n(self, n: int) -> bool:
         """Whether ``wgmma`` has an N, a multiple of 8 up to 256: of integers it has fewer."""
@@ -102,12 +120,7 @@ class MmaSpec:
     @property
     def along_k_only(self) -> bool:
         """Whether every instruction for these types needs K-major operands."""
-        return self.wgmma_k_major_only and (self.k_major_only or not self.shapes)
-
-    def takes_majors(self, a: str, b: str, *, wgmma: bool) -> bool:
-        """Whether the instruction reads operands of these majors, from shared memory as they are."""
-        only = self.wgmma_k_major_only if wgmma else self.k_major_only
-        return not only or (a, b) == ("row", "col")
+        return all(unit.k_major_only for unit in self.units)
 
     def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
         """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
@@ -122,34 +135,40 @@ BLOCK_K = 128
 _BLOCKS: tuple[tuple[Block, Block], ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
 
 MMAS: tuple[MmaSpec, ...] = (
-    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16, copyable=True),
-    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16, copyable=True),
-    # FP32, of which a call says so: MATHS.
-    MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5, copyable=True),
-    MmaSpec(tf32x3, tf32x3, f32, ((16, 8, 8),), "HMMA", "", f32, rate=1 / 6),
+    *(
+        MmaSpec(each, each, f32, each, (Unit(MMA_SYNC, "HMMA", _16_BITS), Unit(WGMMA, "HGMMA", copyable=True)))
+        for each in (bf16, f16)
+    ),
+    # FP32, if a call says so: MATHS.
+    MmaSpec(
+        *(tf32, tf32, f32, f32),
+        (Unit(MMA_SYNC, "HMMA", ((16, 8, 8),)), Unit(WGMMA, "HGMMA", k_major_only=True, copyable=True)),
+        rate=0.5,
+        error=2.0**-10,  # operands are first rounded to 10 bits of fraction
+    ),
+    MmaSpec(tf32x3, tf32x3, f32, f32, (Unit(MMA_SYNC, "HMMA", ((16, 8, 8),)),), rate=1 / 6),
     # PTX ISA, mma: m8n8k4 from sm_80 on, the larger ones from sm_90 on.
     MmaSpec(
-        f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4), (16, 8, 8), (16, 8, 16)), rate=1 / 16
+        *(f64, f64, f64, f64),
+        (Unit(MMA_SYNC, "DMMA", ((8, 8, 4),), ((16, 8, 4), (16, 8, 8), (16, 8, 16))),),
+        rate=1 / 16,
+        error=1e-6,
     ),
     # Whole numbers, whose sums are exact.
     MmaSpec(
-        i8,
-        i8,
-        i32,
-        ((16, 8, 32),),
-        "IMMA",
-        "IGMMA",
-        bf16,
-        wgmma_k_major_only=True,
-        k_major_only=True,
+        *(i8, i8, i32, bf16),
+        (
+            Unit(MMA_SYNC, "IMMA", ((16, 8, 32),), k_major_only=True),
+            Unit(WGMMA, "IGMMA", k_major_only=True, copyable=True),
+        ),
         rate=2.0,
-        copyable=True,
+        error=2.0**-9,
     ),
-    # FP8, in every combination: wgmma only.
+    # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
     *(
-        MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0, scalings=_BLOCKS)
-        for a in (e4m3, e5m2)
-        for b in (e4m3, e5m2)
+        MmaSpec(a, b, f32, bf16, (Unit(WGMMA, "QGMMA", k_major_only=True, scalings=_BLOCKS),), rate=2.0, error=2.0**-9)
+        for a in FP8
+        for b in FP8
     ),
 )
 # Types of A and B.
@@ -159,7 +178,7 @@ OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mm
 Math = Literal["tf32", "3xtf32", "fast", "promoted"]
 MATHS: dict[Math, DType] = {"tf32": tf32, "3xtf32": tf32x3}
 
-# Of FP8 operands: by the Tensor Core alone, or in FP32 every BLOCK_K of K.
+# For FP8 operands: by the Tensor Core alone, or in FP32 every BLOCK_K of K.
 ACCUMULATIONS: tuple[Math, ...] = ("fast", "promoted")
 
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
@@ -170,8 +189,20 @@ def mma_of(a: DType, b: DType) -> MmaSpec | None:
     return _BY_TYPES.get((a, b))
 
 
+def unit_of(a: DType, b: DType, family: Family) -> Unit | None:
+    """Return what a family of instructions has for two operand types, or None."""
+    mma = mma_of(a, b)
+    return None if mma is None else mma.by(family)
+
+
+def sums_of(a: DType, b: DType) -> DType:
+    """Return the accumulator's type for two operand types; FP32 if nothing multiplies them."""
+    mma = mma_of(a, b)
+    return f32 if mma is None else mma.accumulator
+
+
 def math_of(dtype: DType) -> Math | None:
-    """Return what a call says to multiply in a type, None for one that needs no word."""
+    """Return the argument with which a call asks for a type, None for a type that needs none."""
     return next((name for name, element in MATHS.items() if element is dtype), None)
 
 

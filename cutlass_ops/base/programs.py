@@ -62,20 +62,7 @@ def _waiting() -> dict[str, Any]:
 
 
 class Program:
-    """A running program in its own process group.
-
-    Parameters
-    ----------
-    command : sequence of str
-        Path of the program and its arguments.
-    **options
-        Options of :class:`subprocess.Popen`: ``cwd``, ``env``, streams.
-
-    Raises
-    ------
-    OSError
-        If it cannot be started.
-    """
+    """A running program in its own process group. Options are those of Popen. Raises OSError if it does not start."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         # The shell would report these errors only as an exit status.
@@ -145,24 +132,8 @@ class Program:
 
 
 def ask(command: Sequence[str], timeout: float, **options: Any) -> tuple[int, str]:
-    """Run a short program; return its exit status and output.
-
-    It has no watcher as :class:`Program` has: starting one takes longer than the program.
-
-    Parameters
-    ----------
-    command, **options
-        As for :class:`Program`.
-    timeout : float
-        Seconds until the program and its children are killed.
-
-    Raises
-    ------
-    OSError
-        If it cannot be started.
-    TimeoutError
-        If it took too long.
-    """
+    """Run a short program; return its exit status and output. Raises OSError, or TimeoutError if it takes too long."""
+    # Without a watcher as Program has: starting one takes longer than the program.
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

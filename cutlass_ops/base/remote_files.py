@@ -52,6 +52,10 @@ class _NotOpened(Exception):
     """A URL does not say all that its file system needs, or a package is missing: the message says what to do."""
 
 
+class _Redirected(Exception):
+    """A server sent a request on to another host."""
+
+
 class TooLarge(Exception):
     """A file has more bytes than allowed."""
 
@@ -59,18 +63,9 @@ class TooLarge(Exception):
 class RemoteFiles:
     """Files at a URL, such as a bucket. All methods may be called by several threads.
 
-    Parameters
-    ----------
-    url : str
-        URL of the folder, for a file system that fsspec knows.
-    usual : float
-        Seconds that a request may usually take. If one was given less than half of that and ran out of time, the files
-        do not count as down.
-
-    Raises
-    ------
-    StoreError
-        If fsspec or its library for this kind of URL is not installed.
+    A web server's redirects are followed on its own host only. ``usual`` is how many seconds a request may usually
+    take. If one was given less than half of that and ran out of time, the files do not count as down. Raises StoreError
+    if fsspec or its library for this kind of URL is not installed.
     """
 
     def __init__(self, url: str, usual: float) -> None:
@@ -100,7 +95,7 @@ class RemoteFiles:
 
     @property
     def down(self) -> bool:
-        """Whether requests fail at once, because one has failed."""
+        """Whether requests fail at once, because an earlier request failed."""
         return time.monotonic() < self._down_until
 
     @property
@@ -109,24 +104,7 @@ class RemoteFiles:
         return self._protocol not in _READ_ONLY
 
     def read(self, name: str, most: int, limit: float) -> bytes | None:
-        """Return a file's contents, or None if there is no such file.
-
-        Parameters
-        ----------
-        name : str
-            Its path below the URL.
-        most : int
-            Maximum size in bytes. What is larger is not read to its end.
-        limit : float
-            Seconds that the request may take.
-
-        Raises
-        ------
-        TooLarge
-            If it has more bytes.
-        Unreachable
-            If the request fails or takes too long.
-        """
+        """Return a file's contents, or None if there is none. Raises TooLarge or Unreachable."""
         try:
             data = self._asked(limit, lambda fs, root: _read(fs, f"{root}/{name}", most + 1, limit))
         except FileNotFoundError:
@@ -136,28 +114,14 @@ class RemoteFiles:
         return data
 
     def write(self, name: str, data: bytes, limit: float) -> None:
-        """Write a file atomically, in place of an existing one.
-
-        Raises
-        ------
-        Unreachable
-            If the request fails or takes too long.
-        """
+        """Write or replace a file atomically. Raises Unreachable if the request fails or takes too long."""
         try:
             self._asked(limit, lambda fs, root: self._write(fs, f"{root}/{name}", data, limit))
         except FileNotFoundError as exc:
             raise self._failed(_said(exc)) from None
 
     def create(self, name: str, data: bytes, limit: float) -> bool:
-        """Write a file unless there is one; return whether it was written.
-
-        Of several that do so at once, one succeeds, if the server knows conditional writes.
-
-        Raises
-        ------
-        Unreachable
-            If the request takes too long, or fails although there is no such file.
-        """
+        """Write a file unless there is one; return whether it was written. Raises Unreachable if neither is known."""
         began = time.monotonic()
         try:
             self._asked(limit, lambda fs, root: _create(fs, f"{root}/{name}", data, limit), any_error=True)
@@ -175,13 +139,7 @@ class RemoteFiles:
         return True
 
     def remove(self, name: str, limit: float) -> None:
-        """Remove a file, if there is one.
-
-        Raises
-        ------
-        Unreachable
-            If the request fails or takes too long.
-        """
+        """Remove a file, if there is one. Raises Unreachable if the request fails or takes too long."""
         with contextlib.suppress(FileNotFoundError):
             self._asked(limit, lambda fs, root: _call(fs, "rm_file", f"{root}/{name}", limit=limit))
 
@@ -194,10 +152,7 @@ class RemoteFiles:
         fs.mv(aside, path)
 
     def _asked(self, limit: float, do: Callable[[Any, str], T], *, any_error: bool = False) -> T:
-        """Return the result of a function of the file system, within a limit.
-
-        Errors that say something about a file are raised; all others mark the files as down.
-        """
+        """Return a function's result. Errors that say nothing about a file mark the files as down."""
         if self.down:
             raise Unreachable(self._why)
         if limit <= 0:
@@ -235,6 +190,8 @@ class RemoteFiles:
                 core = importlib.import_module("fsspec.core")
                 options = _OPTIONS.get(self._protocol, {})
                 try:
+                    if self._protocol in _READ_ONLY:
+                        options = {"client_kwargs": {"trace_configs": [_on_one_host()]}}
                     self._opened = core.url_to_fs(self._url, skip_instance_cache=True, **options)
                 except ImportError as exc:
                     raise _NotOpened(_missing(self._protocol, exc)) from exc
@@ -258,6 +215,29 @@ def _require_library(protocol: str) -> None:
         near = difflib.get_close_matches(protocol, [*_OPTIONS, *_READ_ONLY], 1)
         meant = f". Did you mean {near[0]}://?" if near else ""
         raise StoreError(f"{protocol}:// is not a kind of URL that fsspec knows: {_INSTEAD}{meant}") from None
+
+
+def _on_one_host() -> Any:
+    """Return a setting of aiohttp that refuses redirects to other hosts.
+
+    A server may move its files. The user named it, and not others, which may be inside the user's network.
+    """
+    aiohttp, yarl = importlib.import_module("aiohttp"), importlib.import_module("yarl")
+
+    async def refuse(session: Any, context: Any, params: Any) -> None:
+        here, headers = params.url, params.response.headers
+        there = here.join(yarl.URL(headers.get("Location") or headers.get("URI") or ""))
+        same = (here.scheme, here.host, here.port) == (there.scheme, there.host, there.port)
+        if not same and (here.scheme, here.host, there.scheme) != ("http", there.host, "https"):
+            where = checked_json.printable(f"{there.scheme}://{there.host}:{there.port}")
+            raise _Redirected(
+                f"it redirects to another server, {where}: if you trust that one, name its URL in "
+                f"{env.REMOTE_STORE.name}"
+            )
+
+    found = aiohttp.TraceConfig()
+    found.on_request_redirect.append(refuse)
+    return found
 
 
 def _missing(protocol: str, exc: ImportError) -> str:
@@ -300,7 +280,7 @@ def _create(fs: Any, path: str, data: bytes, limit: float) -> None:
 
 
 def _read(fs: Any, path: str, most: int, limit: float) -> bytes:
-    """Return at most so many bytes. A server may send more than it was asked for: they are read piece by piece."""
+    """Return at most a given number of bytes. They are read piece by piece: a server may send more than requested."""
     if not fs.async_impl:
         with fs.open(path, "rb") as file:
             return bytes(file.read(most))
@@ -321,7 +301,7 @@ async def _streamed(fs: Any, path: str, most: int) -> bytes:
                 break
             data += piece
     finally:
-        # Not all have a close() that works. What is not closed, its destructor would try to close.
+        # Not all have a close() that works. The destructor would try to close one that is not closed.
         body, file.closed = getattr(file, "r", None), True
         if body is not None:
             body.close()
@@ -329,6 +309,6 @@ async def _streamed(fs: Any, path: str, most: int) -> bytes:
 
 
 def _said(error: Exception) -> str:
-    if isinstance(error, _NotOpened):
+    if isinstance(error, _NotOpened | _Redirected):
         return str(error)
     return checked_json.printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from cutlass_ops._version import __version__
 
+# The namespace package in which each distribution of kernels has a folder: no module of the user's has this name.
+BUNDLES = "cutlass_ops_bundles"
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -20,46 +23,22 @@ def package() -> Path:
 
 
 def templates() -> Path:
-    """Return the folder of the Jinja templates.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the installation is incomplete.
-    """
+    """Return the folder of the Jinja templates. Raises FileNotFoundError if the installation is incomplete."""
     return _find("templates")
 
 
 def include() -> Path:
-    """Return the folder of the C++ headers that rendered kernels include as ``"cutlass_ops/…"``.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the installation is incomplete.
-    """
+    """Return the folder of the C++ headers, ``"cutlass_ops/…"``. Raises FileNotFoundError if it is missing."""
     return templates() / "include"
 
 
 def cmake() -> Path:
-    """Return the folder of the CMake package that C++ programs use to open bundles.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the installation is incomplete.
-    """
+    """Return the folder of the CMake package of C++ programs. Raises FileNotFoundError if it is missing."""
     return _find("cpp")
 
 
 def generated() -> Path:
-    """Return the folder of the rendered default catalogue.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the installation is incomplete.
-    """
+    """Return the folder of the rendered default catalogue. Raises FileNotFoundError if it is missing."""
     return _find("generated")
 
 

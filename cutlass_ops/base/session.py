@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
@@ -27,29 +29,20 @@ P = ParamSpec("P")
 
 
 class Session:
-    """One object of each part, made when it is first asked for. Not public: users have the process's.
-
-    Parameters
-    ----------
-    parts : mapping, optional
-        What a test puts in place of parts, by their class.
-    """
+    """One object of each part, made when it is first asked for. A test can pass others, by their class."""
 
     def __init__(self, parts: Mapping[Callable[[Session], Any], Any] | None = None) -> None:
         self._parts: dict[Callable[[Session], Any], Any] = dict(parts or {})
 
     def part(self, make: Callable[[Session], T]) -> T:
-        """Return what a class, or another function of a session, made for this one."""
+        """Return the object that a class, or another function of a session, made for this session."""
         found: T | None = self._parts.get(make)
-        # Where two threads make one at the same time, both have the first.
+        # If two threads make one at the same time, both get the first.
         return self._parts.setdefault(make, make(self)) if found is None else found
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Session]:
-        """Have the whole process use this session for as long as the context lasts.
-
-        Threads use it too: when it begins and ends, none may be in a call.
-        """
+        """Context in which the whole process uses this session: when it begins and ends, no thread may be in a call."""
         before = _current
         _activate(self)
         try:
@@ -75,22 +68,19 @@ def _activate(session: Session) -> None:
 
 
 def forget_at_change(forget: Callable[[], object]) -> None:
-    """Have a function called whenever the process goes over to another session.
-
-    It is for what is kept outside of sessions, because to look for it there would take too long.
-    """
+    """Call a function whenever the session changes, to reset values kept outside of sessions for speed."""
     _forgets.append(forget)
 
 
 class Part:
-    """What a session has one object of. Other parts that it needs it takes from its own session."""
+    """Base of classes of which a session has one object. It takes other parts from its own session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     @classmethod
     def current(cls) -> Self:
-        """Return that of the session that the process uses."""
+        """Return this part of the session that the process uses."""
         return _current.part(cls)
 
 
@@ -102,7 +92,7 @@ class Cached(Generic[P, T]):
         self._make: Callable[[Session], Any] = lambda session: functools.lru_cache(maxsize)(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what the session has kept, else what the function returns now."""
+        """Return the cached result, or the function's result now."""
         found: T = _current.part(self._make)(*args, **kwargs)
         return found
 
@@ -110,11 +100,17 @@ class Cached(Generic[P, T]):
         """Forget all results of the current session."""
         _current.part(self._make).cache_clear()
 
-    def has_any(self) -> bool:
-        """Whether the current session has kept a result."""
-        return bool(_current.part(self._make).cache_info().currsize)
-
 
 def cached(maxsize: int | None) -> Callable[[Callable[P, T]], Cached[P, T]]:
-    """Have a session keep a function's results, so many at most."""
+    """Cache a function's results per session, at most `maxsize`."""
     return lambda function: Cached(function, maxsize)
+
+
+@cached(maxsize=1024)
+def warn_once(message: str) -> None:
+    """Give a RuntimeWarning, once in a session."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        # If warnings are errors, print it instead of failing the call.
+        print(f"cutlass_ops: {message}", file=sys.stderr)

@@ -16,33 +16,12 @@ _QUANTITY = r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)"
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """Return a number of things in words, such as ``"1 kernel"`` and ``"2 kernels"``.
-
-    Parameters
-    ----------
-    number : int
-        How many.
-    one, several : str
-        What they are called; by default, several end in s.
-    """
+    """Return a number of things, such as ``"1 kernel"`` and ``"2 kernels"``. By default, the plural ends in s."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def size(text: str, name: str) -> int:
-    """Parse a size such as ``"2GB"``, ``"1.5 GiB"`` or ``"4096"`` into bytes.
-
-    Parameters
-    ----------
-    text : str
-        The size.
-    name : str
-        Name of the option or variable, for the message.
-
-    Raises
-    ------
-    ValueError
-        If it is not a size of at least one byte.
-    """
+    """Parse a size such as ``"2GB"``, ``"1.5 GiB"`` or ``"4096"`` into bytes. Raises ValueError if it is none."""
     found = _quantity(text, _BYTES)
     if not found >= 1:
         raise ValueError(f"{name} is {text!r}: a size such as 2GB, 500MB or 1.5GiB is needed")
@@ -50,18 +29,7 @@ def size(text: str, name: str) -> int:
 
 
 def duration(text: str, name: str) -> float:
-    """Parse a duration such as ``"30d"``, ``"12h"`` or ``"1.5w"`` into seconds.
-
-    Parameters
-    ----------
-    text, name
-        As for :func:`size`.
-
-    Raises
-    ------
-    ValueError
-        If it is not a duration.
-    """
+    """Parse a duration such as ``"30d"``, ``"12h"`` or ``"1.5w"`` into seconds. Raises ValueError if it is none."""
     found = _quantity(text, _SECONDS)
     if math.isnan(found):
         raise ValueError(f"{name} is {text!r}: a time such as 30d, 12h, 90m or 2w is needed")

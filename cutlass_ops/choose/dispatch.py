@@ -6,16 +6,19 @@ candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cutlass_ops.base import arch
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.base import arch, env
+from cutlass_ops.base.arch import MMA_SYNC
 from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.session import cached
 from cutlass_ops.choose import limits
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.order import TileOrder
@@ -30,39 +33,28 @@ if TYPE_CHECKING:
 
 
 def unserved(what: str, signature: OpSignature, device: Device, name: str = "") -> str:
-    """Return the error message for a signature that no kernel serves on a device.
-
-    Parameters
-    ----------
-    what : str
-        The op and its operands' types.
-    signature : OpSignature
-        Its signature.
-    device : Device
-        The device.
-    name : str
-        Name of the device for the message, if known.
-    """
-    advice = _without_wgmma(signature, device)
-    if not advice and arch.target_for(device.capability, wgmma=False) is not None:
+    """Return the error message for a signature that no kernel serves on a device."""
+    advice = _without_tma(signature, device)
+    if not advice and arch.best_target(device.capability) is not None:
         from cutlass_ops.kinds import legality
 
         advice = legality.why_unserved(signature, device.capability)
     return arch.unserved(what, device.capability, name, advice)
 
 
-def _without_wgmma(signature: OpSignature, device: Device) -> str:
+def _without_tma(signature: OpSignature, device: Device) -> str:
     """Return what to do about a signature that only kernels of wgmma serve, on a device without it; or nothing."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    if device.has_wgmma:
+    warp = None if mma is None else mma.by(MMA_SYNC)
+    if device.has_tma:
         return ""
     if signature.form == GROUPED:
         return "groups of rows need wgmma, which sm_90 alone has: call gemm for each expert's rows"
     if signature.form == RAGGED_K:
         return "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
-    if mma is not None and not mma.shapes:
+    if mma is not None and warp is None:
         return "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
-    if mma is not None and mma.k_major_only and signature.realigns:
+    if warp is not None and warp.k_major_only and signature.realigns:
         return (
             f"{signature.a.dtype} is read along K only, from lines at multiples of 16 bytes, and copied to such lines "
             "on sm_90 alone: pass a row-major a and prepare(b).matrix, with K a multiple of 16"
@@ -74,36 +66,16 @@ def _without_wgmma(signature: OpSignature, device: Device) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """What serves a problem.
+    """What serves a problem."""
 
-    Attributes
-    ----------
-    signature : OpSignature
-        The call's signature.
-    device : Device
-        Where it runs.
-    problem : Problem
-        Its extents.
-    config : Config
-        The kernel's configuration.
-    order : TileOrder
-        The order of its tiles.
-    kept : tuple of Config
-        The kernels that this weight (N, K) may need at some number of rows.
-    bundled : bool
-        Whether the decision was made with the bundle, without tables or models.
-    peer : str or None
-        The peer that serves the call instead: it was measured faster, and tuning allowed it.
-    """
-
-    signature: OpSignature
-    device: Device
-    problem: Problem
-    config: Config
-    order: TileOrder
-    kept: tuple[Config, ...]
-    bundled: bool
-    peer: str | None = None
+    signature: OpSignature  # the call's signature
+    device: Device  # where it runs
+    problem: Problem  # its extents
+    config: Config  # the kernel's configuration
+    order: TileOrder  # the order of its tiles
+    kept: tuple[Config, ...]  # the kernels that this weight (N, K) may need at some number of rows
+    bundled: bool  # whether the decision was made with the bundle, without tables or models
+    peer: str | None = None  # the peer that serves the call instead: it was measured faster, and tuning allowed it
     _weight: Weight | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -119,23 +91,10 @@ class Decision:
             return tuple(self._weight.specs.values())
         return tuple(self.device.spec(self.signature, c) for c in self.kept)
 
-    def near(self) -> Iterator[tuple[KernelSpec, Ordered]]:
-        """Yield the weight's kernels that serve numbers of rows near the problem's, the nearest first."""
-        weight = self._weight
-        return iter(()) if weight is None else ((weight.specs[e.config], e) for e in weight.near(self.problem))
-
     @property
-    def is_finished(self) -> bool:
-        """Whether nothing is left for :meth:`finish`."""
-        return self._weight is None or self._weight.finished
-
-    def finish(self) -> None:
-        """Do what was left for when there is time: what other numbers of rows and later processes need.
-
-        No decision changes by it. It takes milliseconds.
-        """
-        if self._weight is not None:
-            self._weight.finish()
+    def is_deterministic(self) -> bool:
+        """Whether tuning chose it so that no choice changes a bit."""
+        return self._weight is not None and self._weight.is_deterministic
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the kernels considered with their times, the one that serves first."""
@@ -146,35 +105,10 @@ class Decision:
         (known,) = policy.ranked(self.problem, [self.config])
         return (replace(known, order=self.order), *(c for c in ranked if c.config != self.config))
 
-    def alternatives(self) -> Iterator[Candidate]:
-        """Yield the signature's other kernels that can be launched, the fastest first, measured or not."""
-        policy = _policy(self.signature, self.device)
-        return (c for c in policy.every(self.problem) if c.config != self.config)
-
-    def beside(self, loaded: Callable[[Set[KernelSpec]], Iterable[KernelSpec]]) -> tuple[KernelSpec, Ordered] | None:
-        """Return another kernel of the signature that is loaded and can be launched, the fastest by the model alone.
-
-        Parameters
-        ----------
-        loaded : callable
-            Returns which of some kernels are loaded.
-        """
-        policy = _policy(self.signature, self.device)
-        there = {policy.by_spec[spec]: spec for spec in loaded(policy.by_spec.keys())}
-        there.pop(self.config, None)
-        found = policy.quick(self.problem, there) if there else None
-        return None if found is None else (there[found.config], found)
-
 
 def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:
-    """Decide what serves a problem; None if no kernel serves the signature on the device.
-
-    Raises
-    ------
-    UnsupportedError
-        If kernels serve the signature, but none can be launched at the problem.
-    """
-    m, n, k = problem.m, problem.n, problem.k
+    """Decide what serves a problem; None if no kernel serves the signature on the device."""
+    m, n, k, count = problem
     if max(m, n, k) > arch.MAX_EXTENT:
         raise UnsupportedError(
             f"M={m} N={n} K={k} is too large to launch: a kernel's extents have 32 bits. Split the call by a's rows or "
@@ -185,17 +119,52 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     if bundled is not None:
         served = bundled.ordered
         return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
-    weight = _recalled(signature, device, limited, problem)
+    weight = _weight(signature, device, limited, problem)
     if weight is None:
-        policy = _policy(signature, device, limited)
-        if not policy.kernels:
-            return None
-        best, weight = policy.serves(problem)
-    else:
-        best = weight.serves(problem) or _policy(signature, device, limited).choose(problem, weight.kept).ordered
+        return None
+    best = weight.serves(problem) or _policy(signature, device, limited).choose(problem, weight.kept).ordered
+    _weights()[signature, device, n, k, count] = None
     peer = weight.peers.get(problem.m)
     kept = weight.kept
     return Decision(signature, device, problem, best.config, best.order, kept, bundled=False, peer=peer, _weight=weight)
+
+
+@cached(maxsize=1)
+def _weights() -> dict[tuple[OpSignature, Device, int, int, int], None]:
+    """Return the weights that were decided about, as keys."""
+    return {}
+
+
+def is_decided(signature: OpSignature, device: Device, problem: Problem) -> bool:
+    """Whether :func:`decide` takes no more than a look-up: it has decided about the weight, or refuses its extents."""
+    m, n, k, count = problem
+    return max(m, n, k) > arch.MAX_EXTENT or (signature, device, n, k, count) in _weights()
+
+
+def is_served_by_package(signature: OpSignature, device: Device) -> bool:
+    """Whether kernels serve a signature, and the package's tables and models alone decide between them."""
+    if limits.limit(signature, device.capability).configs:
+        return False
+    if _may_be_tuned(signature):
+        from cutlass_ops.choose import policies
+
+        if policies.has_tables_of_its_own(signature, device):
+            return False
+    from cutlass_ops.kinds import legality
+
+    return legality.is_served(signature, device.capability)
+
+
+def _may_be_tuned(signature: OpSignature) -> bool:
+    """Whether there are tables besides the package's, of any signature. To ask of which takes a long import."""
+    if next(Bundles.current().tables(signature), None) is not None:
+        return True
+    try:
+        return bool(os.listdir(env.tuning_dir()))
+    except OSError:
+        return False
+    except (ValueError, env.NoHomeError):
+        return True
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
@@ -210,15 +179,7 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, TileOrder]:
-    """Return a decision's kernel and the order of its tiles, even if a peer serves instead.
-
-    For the tuner, catalogues and benchmarks, which ask for what some kernel must serve.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel serves the signature on the device, or none can be launched at the problem.
-    """
+    """Return a decision's kernel and the order of its tiles, even if a peer serves instead."""
     decision = decide(signature, device, problem)
     if decision is None:
         what = f"a GEMM of a {signature.a}, b {signature.b} and d {signature.d}"
@@ -229,10 +190,10 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 # Imported late: tables and models take as long to import as everything that a bundled call needs.
 
 
-def _recalled(signature: OpSignature, device: Device, limited: limits.Limit, problem: Problem) -> Weight | None:
+def _weight(signature: OpSignature, device: Device, limited: limits.Limit, problem: Problem) -> Weight | None:
     from cutlass_ops.choose import policies
 
-    return policies.recalled(signature, device, limited, problem)
+    return policies.weight(signature, device, limited, problem.n, problem.k, problem.count)
 
 
 def _policy(signature: OpSignature, device: Device, limited: limits.Limit | None = None) -> Policy:

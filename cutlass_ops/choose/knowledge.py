@@ -2,28 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cutlass_ops.choose.measurements import SOURCES as SOURCES
-from cutlass_ops.choose.measurements import Candidate as Candidate
-from cutlass_ops.choose.measurements import Measurements, Times
-from cutlass_ops.choose.measurements import Source as Source
 from cutlass_ops.choose.notes import Errors, Notes, Where, coordinates
 from cutlass_ops.choose.pool import Pool
-from cutlass_ops.choose.tables import Table
+from cutlass_ops.choose.tables import Columns, Table
 from cutlass_ops.declare.chips import peaks_of
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
+from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
+
+Source = Literal["model", "interpolated", "measured"]
+SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
+
+# Times that differ by less than this are equal up to noise.
+_NOISE = 0.005
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel at a problem."""
+
+    config: Config
+    microseconds: float  # measured or predicted time
+    source: Source  # where the time comes from
+    order: TileOrder = USUAL_ORDER  # the order of its tiles
+
+    @property
+    def ordered(self) -> Ordered:
+        """The configuration with the order of its tiles."""
+        return Ordered(self.config, self.order)
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """What one table says of the kernels of a pool."""
+
+    # The measurements that count. Their configurations are the pool's.
+    columns: Columns
+    problems: Places  # all problems of the table, of shape (problems, 4), even those at which none counts
+    rows: Places  # the problem of each measurement, as an index into these
+    microseconds: Floats  # the time of each measurement
+
+    @classmethod
+    def of(cls, columns: Columns, among: Collection[Config], index: Mapping[Config, int], device: Device) -> Times:
+        """Return the times of some kernels of a pool, of which each has an index."""
+        here = np.array([index[c] if c in among else -1 for c in columns.configs], np.int64)
+        kernels = here[columns.kernels]
+        # A kernel's first order of tiles is its best one.
+        first = np.zeros(len(kernels), np.bool_)
+        first[np.unique(columns.points * (len(index) + 1) + kernels, return_index=True)[1]] = True
+        which = first & (kernels >= 0)
+        rows, microseconds = columns.points[which], columns.raced[which]
+        own = replace(columns.part(which), configs=tuple(index), kernels=kernels[which])
+        return cls(own, columns.problems, rows, _ranked(own, microseconds, device))
+
+    @cached_property
+    def starts(self) -> Places:
+        """The first measurement of each problem, and the number of all: of shape (problems + 1,)."""
+        return np.searchsorted(self.rows, np.arange(len(self.problems) + 1))
+
+    def at(self, row: int) -> tuple[Places, Floats]:
+        """Return the measured kernels of a problem, and their microseconds."""
+        part = slice(*self.starts[row : row + 2].tolist())
+        return self.columns.kernels[part], self.microseconds[part]
+
+    def ordered(self, row: int, kernel: int) -> Ordered:
+        """Return a kernel that was measured at a problem, in its best order of tiles."""
+        columns, (first, after) = self.columns, self.starts[row : row + 2].tolist()
+        at = first + int((columns.kernels[first:after] == kernel).argmax())
+        return Ordered(columns.configs[kernel], columns.orders[columns.places[at]])
+
+    def candidates(self, row: int) -> dict[Config, Candidate]:
+        """Return the measured kernels of a problem, the first of the table first."""
+        columns, (first, after) = self.columns, self.starts[row : row + 2].tolist()
+        found = (
+            Candidate(columns.configs[columns.kernels[at]], us, "measured", columns.orders[columns.places[at]])
+            for at, us in zip(range(first, after), self.microseconds[first:after].tolist(), strict=True)
+        )
+        return {candidate.config: candidate for candidate in found}
+
+
+class Measurements(Mapping[Problem, Mapping[Config, Candidate]]):
+    """The measured kernels of each problem, by configuration. If several tables have a problem, the first counts."""
+
+    def __init__(self, tables: Sequence[Times]) -> None:
+        self._places: dict[tuple[int, ...], tuple[Times, int]] = {}
+        for table in tables:
+            for row, problem in enumerate(map(tuple, table.problems.tolist())):
+                self._places.setdefault(problem, (table, row))
+        self._made: dict[Problem, Mapping[Config, Candidate]] = {}
+
+    def __getitem__(self, problem: Problem) -> Mapping[Config, Candidate]:
+        table, row = self._places[problem]
+        # A choice looks at few of a table's problems, again and again.
+        if problem not in self._made:
+            self._made[problem] = table.candidates(row)
+        return self._made[problem]
+
+    def __contains__(self, problem: object) -> bool:
+        return problem in self._places
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (Problem(*problem) for problem in self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def times(self, problem: Problem) -> tuple[Places, Floats]:
+        """Return the measured kernels of a problem, as indices into the pool, and their microseconds."""
+        table, row = self._places[problem]
+        return table.at(row)
+
+    def ordered(self, problem: Problem, kernel: int) -> Ordered:
+        """Return a kernel, an index into the pool, that was measured at a problem, in its best order of tiles."""
+        table, row = self._places[problem]
+        return table.ordered(row, kernel)
+
+
+def _ranked(measured: Columns, microseconds: Floats, device: Device) -> Floats:
+    """Sort equally fast long kernels by tile size, largest first, by exchanging their times.
+
+    The largest tile reads least per multiplication and so draws least power, which limits the clock of long kernels.
+    """
+    if not len(microseconds):
+        return microseconds
+    points = measured.points
+    least = np.minimum.reduceat(microseconds, measured.starts[:-1])[points]
+    equal = np.flatnonzero((least > costs_of(device).throttle_after) & (microseconds <= least * (1 + _NOISE)))
+    kernels, which = np.unique(measured.kernels[equal], return_inverse=True)
+    reads = np.array([_reads(measured.configs[at]) for at in kernels.tolist()], np.float64)[which]
+    by_reads = equal[np.lexsort((reads, points[equal]))]
+    by_time = equal[np.lexsort((microseconds[equal], points[equal]))]
+    found: Floats = np.array(microseconds)
+    found[by_reads] = microseconds[by_time]
+    return found
+
+
+def _reads(config: Config) -> float:
+    """Return the elements of A and B that a tile reads per multiplication."""
+    tile = config.threadblock
+    return 1 / tile.m + 1 / tile.n
+
 
 # Weight of the mean error of all kernels of a kind (`benchmarks/evaluate_dispatch.py`).
 _PRIOR = 1.0
@@ -35,21 +165,11 @@ _AT_ONCE = 512
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Expected times of kernels at problems. Arrays of shape (problems, kernels).
+    """Expected times of kernels at problems. Arrays of shape (problems, kernels)."""
 
-    Attributes
-    ----------
-    times : array
-        Microseconds.
-    sources : array
-        Where they come from, as indices into :data:`SOURCES`.
-    by_gpc : array
-        Whether the model prefers a tile order by GPC.
-    """
-
-    times: Floats
-    sources: Places
-    by_gpc: Flags
+    times: Floats  # microseconds
+    sources: Places  # where they come from, as indices into `SOURCES`
+    by_gpc: Flags  # whether the model prefers a tile order by GPC
 
     def decisive(self) -> Floats:
         """Return the times; infinite for unmeasured kernels at problems where others were measured."""
@@ -58,24 +178,15 @@ class Expected:
 
 
 class Foretold(NamedTuple):
-    """Times by the model, corrected by measurements nearby.
+    """Times by the model, corrected by measurements nearby."""
 
-    Attributes
-    ----------
-    times : array
-        Microseconds, of shape (problems, kernels).
-    by_gpc : array
-        Whether the model prefers a tile order by GPC. The shape is the same.
-    weight : array
-        The weight of measurements nearby. The shape is the same.
-    usual : array
-        The model's mean error for each kind near each problem: log2 of measured over predicted time. The shape is
-        (problems, kinds).
-    """
-
-    times: Floats
+    times: Floats  # microseconds, of shape (problems, kernels)
+    # Whether the model prefers a tile order by GPC. The shape is the same.
     by_gpc: Flags
+    # The weight of measurements nearby. The shape is the same.
     weight: Floats
+    # The model's mean error for each kind near each problem: log2 of measured over predicted time. The shape is
+    # (problems, kinds).
     usual: Floats
 
     def part(self, which: Flags | slice) -> Foretold:
@@ -89,24 +200,12 @@ class Foretold(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """Measurements and the model's errors for a pool of kernels on a device.
-
-    Attributes
-    ----------
-    pool : Pool
-        The kernels.
-    device : Device
-        Where they run.
-    measured : Measurements
-        Measurements, each kernel in its best tile order.
-    notes : Notes
-        Errors of the model.
-    """
+    """Measurements and the model's errors for a pool of kernels on a device."""
 
     pool: Pool
-    device: Device
-    measured: Measurements
-    notes: Notes
+    device: Device  # where they run
+    measured: Measurements  # measurements, each kernel in its best tile order
+    notes: Notes  # errors of the model
 
     @classmethod
     def of(cls, tables: Sequence[Table], kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
@@ -133,15 +232,7 @@ class Knowledge:
         return self.with_measured(dict(enumerate(problems)), self.foretold(problems))
 
     def with_measured(self, problems: Mapping[int, Problem], foretold: Foretold) -> Expected:
-        """Return the expected times from those foretold: what was measured takes their place.
-
-        Parameters
-        ----------
-        problems : mapping of int to Problem
-            Those of the problems that may have been measured, by their index.
-        foretold : Foretold
-            What is foretold of all problems.
-        """
+        """Return the expected times from those foretold: what was measured takes their place."""
         times = foretold.times.copy()
         sources = np.where(foretold.weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in ((at, problem) for at, problem in problems.items() if problem in self.measured):
@@ -166,17 +257,7 @@ class Knowledge:
         return Foretold(times, by_gpc, weight, usual)
 
     def foretold_one(self, places: Places, problems: Extents, usual: Floats) -> tuple[Floats, Flags, Floats]:
-        """Return the times of one kernel at each problem, the orders by GPC, and the weights: shapes (problems,).
-
-        Parameters
-        ----------
-        places : array
-            The kernels, one for each problem.
-        problems : Extents
-            Problems that differ in M alone.
-        usual : array
-            The model's mean errors at each problem, one for each kind.
-        """
+        """Return the times of one kernel at each problem, the orders by GPC, and the weights: shapes (problems,)."""
         errors, weight = self.notes.near_one(places, Where.of_each(places, problems, self.pool))
         model, by_gpc = self.pool.times_of(places, problems, self.device)
         _, kind_of_each = self._kinds
@@ -208,20 +289,6 @@ class Knowledge:
         wanted = range(len(times)) if among is None else sorted(self._index[c] for c in among)
         places = sorted((at for at in wanted if np.isfinite(times[at])), key=times.__getitem__)
         return [self._candidate(problem, at, known) for at in places]
-
-    def quick(self, problem: Problem, among: Iterable[Config]) -> Ordered | None:
-        """Return the kernel of some that the model alone expects to be the fastest; None if none can be launched.
-
-        Measurements have no part in it: to look at them, and at all kernels, takes several times as long.
-        """
-        places = np.array(sorted(self._index[config] for config in among), np.int64)
-        problems = Extents.of_rows(np.full(len(places), problem.m), problem.n, problem.k, problem.count)
-        times, by_gpc = self.pool.times_of(places, problems, self.device)
-        if not np.isfinite(times).any():
-            return None
-        at = int(times.argmin())
-        config = self.pool.configs[places[at]]
-        return Ordered(config, self.order(config, problem, by_gpc=bool(by_gpc[at])))
 
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]

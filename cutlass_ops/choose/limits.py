@@ -1,8 +1,8 @@
 """The kernels to which a choice is limited: those of bundles.
 
 What the user asked for, by ``load_bundle`` or ``CUTLASS_OPS_BUNDLES``, is all that serves its signatures. What pip
-installed is all that serves them only where nothing else can be had. Elsewhere the choice is free: an installed kernel
-serves where it is the best one, or until the best one is compiled.
+installed is all that serves them only if nothing else can be had. Otherwise the choice is free: an installed kernel
+serves if it is the best one, or until the best one is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 
-# On what it depends whether other kernels can be had: a process looks once for each setting of these.
+# These decide whether other kernels can be had: a process looks once for each setting of them.
 _SETTINGS = (
     "PATH",
     *(v.name for v in (env.JIT, env.NVCC, env.CUDA_HOME, env.CUDA_PATH, env.NVCC_CCBIN, env.CUTLASS_DIR)),
@@ -26,21 +26,11 @@ _SETTINGS = (
 
 
 class Limit(NamedTuple):
-    """To what a choice is limited.
+    """To what a choice is limited."""
 
-    Attributes
-    ----------
-    configs : tuple of Config
-        The kernels that may be chosen; none if the choice is free.
-    installed : bool
-        Whether they are what is installed, and not what the user asked for.
-    generation : int
-        The bundles' generation.
-    """
-
-    configs: tuple[Config, ...]
-    installed: bool
-    generation: int
+    configs: tuple[Config, ...]  # the kernels that may be chosen; none if the choice is free
+    installed: bool  # whether they are what is installed, and not what the user asked for
+    generation: int  # the bundles' generation
 
 
 def limit(signature: OpSignature, capability: tuple[int, int]) -> Limit:
@@ -66,18 +56,10 @@ def _limit(
 
 
 class Chosen(NamedTuple):
-    """What bundles say about a problem.
+    """What bundles say about a problem."""
 
-    Attributes
-    ----------
-    ordered : Ordered
-        The kernel that serves it, with the order of its tiles.
-    kept : tuple of Config
-        The kernels that its weight may need at any number of rows.
-    """
-
-    ordered: Ordered
-    kept: tuple[Config, ...]
+    ordered: Ordered  # the kernel that serves it, with the order of its tiles
+    kept: tuple[Config, ...]  # the kernels that its weight may need at any number of rows
 
 
 def chosen(limited: Limit, signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Chosen | None:

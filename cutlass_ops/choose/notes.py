@@ -18,7 +18,7 @@ from cutlass_ops.kinds.arrays import Extents, Floats, Places, Problems
 # aligned to cache lines; in log2 of the number of tiles (`benchmarks/evaluate_dispatch.py`).
 _REACH = np.array([0.6, 1.3, 0.5])
 _REACH_OF_TILES = 0.6
-# From so many problems on, notes are summed by products of matrices: those of so many kernels, for so many problems.
+# With at least this many problems, notes are summed by products of matrices: of this many kernels and problems at once.
 # Larger ones would fall out of the cache, and have a BLAS start threads.
 _MANY, _TOGETHER, _COLUMNS = 12, 16, 128
 # Numbers for which memory is asked for at least, though most of it is never touched. The C library keeps for later what
@@ -27,18 +27,10 @@ _SPARE = 1 << 21
 
 
 class Where(NamedTuple):
-    """Coordinates of problems for a pool, in units of the reach of a measurement.
+    """Coordinates of problems for a pool, in units of the reach of a measurement."""
 
-    Attributes
-    ----------
-    problems : array
-        (problems, 3): log2 of M, log2 of K, and the number of operands not aligned to cache lines.
-    tiles : array
-        (problems, kernels): log2 of the number of tiles.
-    """
-
-    problems: Floats
-    tiles: Floats
+    problems: Floats  # (problems, 3): log2 of M, log2 of K, and the number of operands not aligned to cache lines
+    tiles: Floats  # (problems, kernels): log2 of the number of tiles
 
     @classmethod
     def of(cls, problems: Problems, pool: Pool) -> Where:
@@ -55,7 +47,8 @@ class Where(NamedTuple):
 def coordinates(extents: Extents, pool: Pool) -> Floats:
     """Return the coordinates of problems that do not depend on a kernel, as :class:`Where` has them."""
     found = np.empty((extents.size, 3))
-    found[:, 0], found[:, 1] = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
+    # Groups along K may have no rows at all.
+    found[:, 0], found[:, 1] = np.log2(extents.m[:, 0]), np.log2(np.maximum(extents.k[:, 0], 1))
     found[:, 2] = pool.traits.odd(extents)
     return np.asarray(found / _REACH)
 
@@ -72,25 +65,14 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Notes:
-    """Errors of the model at measurements, sorted by kernel.
+    """Errors of the model at measurements, sorted by kernel."""
 
-    Attributes
-    ----------
-    problems : array
-        Coordinates of the measured problems, as in :class:`Where`.
-    rows, kernels : array
-        Each note's problem, as an index into these, and its kernel, as an index into the pool.
-    tiles : array
-        Each note's coordinate by its kernel's tiles, as in :class:`Where`.
-    errors : array
-        log2 of measured over predicted time.
-    """
-
-    problems: Floats
+    problems: Floats  # coordinates of the measured problems, as in `Where`
+    # Each note's problem, as an index into these, and its kernel, as an index into the pool.
     rows: Places
     kernels: Places
-    tiles: Floats
-    errors: Floats
+    tiles: Floats  # each note's coordinate by its kernel's tiles, as in `Where`
+    errors: Floats  # log2 of measured over predicted time
 
     @classmethod
     def of(cls, found: Sequence[Errors]) -> Notes:
@@ -146,15 +128,7 @@ class Notes:
         found[:, :, kernels] = sums.transpose(1, 2, 0)
 
     def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
-        """Return the results of :meth:`near` for one kernel at each problem.
-
-        Parameters
-        ----------
-        places : array
-            The kernels, one for each problem.
-        where : Where
-            Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
-        """
+        """Return the results of :meth:`near` for one kernel at each problem."""
         aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)[self.rows]
         measured = self.problems[self.rows, 0]
         # One kernel after the other.
@@ -212,19 +186,12 @@ class _Group(NamedTuple):
     """The notes of some kernels that have about as many.
 
     Half the negative square of a distance is a product: (x - y)² is x² - 2xy + y².
-
-    Attributes
-    ----------
-    place : slice
-        The kernels' place among all that have notes.
-    notes : array
-        The coordinates of each note by tiles and by problem, half the negative sum of their squares, and 1, of shape
-        (kernels, notes, coordinates + 2).
-    sums : array
-        Matrices that add up weights, and errors by weights, of shape (kernels, 2, notes). What fills up the notes of
-        kernels that have fewer counts for nothing.
     """
 
-    place: slice
+    place: slice  # the kernels' place among all that have notes
+    # The coordinates of each note by tiles and by problem, half the negative sum of their squares, and 1, of shape
+    # (kernels, notes, coordinates + 2).
     notes: NDArray[np.float32]
+    # Matrices that add up weights, and errors by weights, of shape (kernels, 2, notes). What fills up the notes of
+    # kernels that have fewer counts for nothing.
     sums: NDArray[np.float32]

@@ -6,49 +6,49 @@ another.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.dtypes import FP8
-from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
-from cutlass_ops.base.garbage import uncollected
-from cutlass_ops.base.hashed import Itself
-from cutlass_ops.base.session import cached
-from cutlass_ops.base.warned import warn_once
-from cutlass_ops.choose import limits, remembered, restating, tables
+from cutlass_ops.base.errors import BundleError, ConfigError, StoreError, UnsupportedError
+from cutlass_ops.base.frozen import Itself
+from cutlass_ops.base.session import cached, warn_once
+from cutlass_ops.choose import limits, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
-from cutlass_ops.choose.steps import Steps, StepsSoFar
-from cutlass_ops.choose.tables import Table
-from cutlass_ops.choose.weight import Weight, spec_of
+from cutlass_ops.choose.tables import Recorded, Table
+from cutlass_ops.choose.weight import Steps, Weight, steps_of
+from cutlass_ops.compilation import memo
 from cutlass_ops.declare.chips import OF_FP8, USUAL
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.rows import ROWS
-from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.signature import OpSignature, signature_to_json
+from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
-from cutlass_ops.kinds.arrays import Extents, Floats
-from cutlass_ops.kinds.gemv import space as gemv
-from cutlass_ops.kinds.pointwise import space as pointwise
-from cutlass_ops.kinds.sm80 import space as sm80
-from cutlass_ops.kinds.sm90 import space as sm90
-from cutlass_ops.kinds.small import space as small
-from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.arrays import Extents, Floats, Places
+from cutlass_ops.kinds.kind import Kind as KernelKind
+from cutlass_ops.kinds.table import KINDS, kind_of
 from cutlass_ops.kinds.traits import Traits
+
+_log = logging.getLogger("cutlass_ops")
 
 # Kernels are added for a weight until no number of rows would gain more than this from another. The model alone gets
 # less slack than nearby measurements: with weights left out, its first choices lost clearly less than those within 2%.
@@ -67,47 +67,20 @@ _CLEARLY = 0.99
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The choice of kernels for one signature on one kind of device.
+    """The choice of kernels for one signature on one kind of device."""
 
-    Attributes
-    ----------
-    signature : OpSignature
-        Epilogue and operand types.
-    device : Device
-        Where it runs.
-    kernels : tuple of Config
-        All that may be chosen, most useful first.
-    tables : tuple of Table
-        Measurements. If several tables have a problem, the first counts. They may be of another epilogue, element type
-        or device with similar times.
-    knowledge : Knowledge
-        What they say of the kernels.
-    of_package : bool
-        Whether all of it comes from this package, so that each process decides alike.
-    """
-
-    signature: OpSignature
-    device: Device
-    kernels: tuple[Config, ...]
+    signature: OpSignature  # epilogue and operand types
+    device: Device  # where it runs
+    kernels: tuple[Config, ...]  # all that may be chosen, most useful first
+    # Measurements. If several tables have a problem, the first counts. They may be of another epilogue, element type or
+    # device with similar times.
     tables: tuple[Table, ...]
-    knowledge: Knowledge = field(repr=False)
-    of_package: bool = False
+    knowledge: Knowledge = field(repr=False)  # what they say of the kernels
+    of_package: bool = False  # whether all of it comes from this package, so that each process decides alike
 
     @classmethod
     def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
-        """Return the policy of some tables for the legal kernels of a pool.
-
-        Parameters
-        ----------
-        known : iterable of Table
-            Measurements, in order of precedence.
-        signature : OpSignature
-            Epilogue and operand types.
-        device : Device
-            Where it runs.
-        pool : iterable of Config
-            Kernels that may be chosen, most useful first.
-        """
+        """Return the policy of some tables for the legal kernels of a pool."""
         legal = {c: _legal(signature, c, device) for c in dict.fromkeys(pool)}
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # A measurement counts for the kernel itself, not for its legal replacement.
@@ -120,7 +93,7 @@ class Policy:
         """Return the policy with more kernels."""
         return Policy.of(self.tables, self.signature, self.device, (*self.kernels, *kernels))
 
-    @property
+    @cached_property
     def own(self) -> Table | None:
         """The measurements of this signature on this kind of device."""
         return next((t for t in self.tables if t.is_about(self.signature, self.device.name)), None)
@@ -158,51 +131,21 @@ class Policy:
         found = self.ranked(problem, among, count=1) if among else []
         return found[0] if found and math.isfinite(found[0].microseconds) else None
 
-    def serves(self, problem: Problem) -> tuple[Ordered, Weight]:
-        """Return the kernel that :meth:`choose` returns, and what is known of the weight, in microseconds.
-
-        Raises
-        ------
-        UnsupportedError
-            If none of the kernels can be launched at the problem.
-        """
-        weight = self.weight_of(problem.n, problem.k, problem.count, problem.m)
-        return weight.serves(problem) or self.choose(problem).ordered, weight
-
-    @cached_property
-    def spec(self) -> Callable[[Config], KernelSpec]:
-        """The specification of a kernel."""
-        return partial(spec_of, self.signature, self.device)
-
-    @cached_property
-    def by_spec(self) -> Mapping[KernelSpec, Config]:
-        """The kernels by specification."""
-        return {self.spec(config): config for config in self.kernels}
-
-    def quick(self, problem: Problem, among: Iterable[Config]) -> Ordered | None:
-        """Return the kernel of some that the model alone expects to be the fastest; None if none can be launched."""
-        return self.knowledge.quick(problem, among)
-
-    def weight_of(self, n: int, k: int, count: int, asked: int = 1) -> Weight:
-        """Return what so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy.
-
-        Parameters
-        ----------
-        n, k, count : int
-            N, K, and how many.
-        asked : int
-            The number of rows of the call, which is then decided with the usual ones.
-        """
-        found = self._weights.get((n, k, count))
+    def weight_of(self, n: int, k: int, count: int) -> Weight:
+        """Return what ``count`` weights (N, K) need at any number of rows: decided once for all policies alike."""
+        if not self.kernels:
+            return Weight(self.signature, self.device, (), Steps((1,), (-1,)), {}, {})
+        tuned = self.measured_rows.get((n, k, count), frozenset())
+        peers = {m: peer for m in tuned if (peer := self.fallback(Problem(m, n, k, count))) is not None}
+        decided = self.knowledge.decided
+        found = decided.get((tuned, n, k, count))
         if found is None:
-            if len(self._weights) >= _WEIGHTS:
-                self._weights.clear()
-            found = self._weights.setdefault((n, k, count), _weight_of(self, n, k, count, asked))
-        return found
-
-    @cached_property
-    def _weights(self) -> dict[tuple[int, int, int], Weight]:
-        return {}
+            if len(decided) >= _WEIGHTS:
+                decided.clear()
+            found = decided[tuned, n, k, count] = _decide(self.knowledge, tuned, n, k, count)
+        deterministic = self.own is not None and self.own.deterministic
+        kept, steps, measured = found
+        return Weight(self.signature, self.device, kept, steps, measured, peers, is_deterministic=deterministic)
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -213,13 +156,7 @@ class Policy:
         return {weight: frozenset(rows) for weight, rows in found.items()}
 
     def choose(self, problem: Problem, among: Sequence[Config] | None = None) -> Candidate:
-        """Return the result of :meth:`best`; `among` are the kernels that are kept, where that is known.
-
-        Raises
-        ------
-        UnsupportedError
-            If none of the kernels can be launched at the problem.
-        """
+        """Return the result of :meth:`best`; `among` are the kernels that are kept, if they are known."""
         found = self.best(problem, among)
         if found is None:
             m, n, k = problem.extents
@@ -232,7 +169,7 @@ class Policy:
 
 
 def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
-    """Return the kernels that so many weights (N, K) may need at any number of rows."""
+    """Return the kernels that ``count`` weights (N, K) may need at any number of rows."""
     return policy.weight_of(n, k, count).kept
 
 
@@ -252,35 +189,15 @@ def _knowledge(
     return Knowledge.of([table.value for table in known], same, Pool(kernels, traits), device)
 
 
-def _weight_of(policy: Policy, n: int, k: int, count: int, asked: int) -> Weight:
-    """Decide what so many weights (N, K) need at any number of rows, for a call with a number of rows."""
-    if not policy.kernels:
-        return Weight(policy.signature, policy.device, (), StepsSoFar(Steps((1,), (-1,))), {}, {}, finished=True)
-    tuned = policy.measured_rows.get((n, k, count), frozenset())
-    peers = {m: peer for m in tuned if (peer := policy.fallback(Problem(m, n, k, count))) is not None}
-    # Policies that share what is known share what follows from it.
-    decided = policy.knowledge.decided
-    found = decided.get((tuned, n, k, count))
-    if found is None:
-        if len(decided) >= _WEIGHTS:
-            decided.clear()
-        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count, asked)
-    path = remembered.path_of(policy.signature, policy.device, n, k, count) if policy.of_package else None
-    keep = None if path is None else partial(remembered.remember, path)
-    kept, so_far, measured = found
-    return Weight(policy.signature, policy.device, kept, so_far, measured, peers, _keep=keep)
-
-
 def _decide(
-    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int, asked: int
-) -> tuple[tuple[Config, ...], StepsSoFar, Mapping[int, Ordered]]:
-    """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
+    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
+) -> tuple[tuple[Config, ...], Steps, Mapping[int, Ordered]]:
+    """Return the kernels that ``count`` weights (N, K) need, which serves how many rows, and the measured ones."""
     rows = sorted({*ROWS, *tuned})
-    # The call's own number of rows comes last, and has no influence on what others need.
-    extents = Extents.of_rows(rows if asked in rows else [*rows, asked], n, k, count)
-    foretold, usual = knowledge.foretold(extents), slice(len(rows))
+    extents = Extents.of_rows(rows, n, k, count)
+    foretold = knowledge.foretold(extents)
     problems = {at: Problem(m, n, k, count) for at, m in enumerate(rows) if m in tuned}
-    known = knowledge.with_measured(problems, foretold.part(usual))
+    known = knowledge.with_measured(problems, foretold)
     chosen = _needed(known)
     measured = {}
     times, is_measured = known.decisive()[:, chosen], known.sources[:, chosen] == SOURCES.index("measured")
@@ -288,14 +205,11 @@ def _decide(
         if is_measured[at].any():
             measured[problem.m] = knowledge.measured.ordered(problem, chosen[int(times[at].argmin())])
     kept = tuple(knowledge.pool.configs[at] for at in chosen)
-    return kept, StepsSoFar.of(knowledge, chosen, foretold, extents, usual), measured
+    return kept, steps_of(knowledge, chosen, foretold, extents), measured
 
 
 def _needed(known: Expected) -> list[int]:
-    """Return the kernels that some number of rows needs, as indices.
-
-    Greedy: add the kernel that helps most over all numbers of rows, until none helps much.
-    """
+    """Return the kernels that some number of rows needs, as indices."""
     times = known.decisive()
     best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
     slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
@@ -330,61 +244,102 @@ def _cost(losses: Floats, slack: Floats) -> Floats:
 def forget(*, shipped: bool = False) -> None:
     """Clear the caches, so that the user's tables are read again.
 
-    Parameters
-    ----------
-    shipped : bool
-        Also forget what follows from the package's tables alone. Nothing changes them while a process runs, so only
-        those who measure or test a first choice need it.
+    ``shipped`` forgets what follows from the package's tables alone as well. Nothing changes them while a process runs,
+    so only those who measure or test a first choice need it.
     """
-    for each in (_policy, _recalled, warn_once):
+    for each in (_policy, weight, _stamp, warn_once):
         each.cache_clear()
     if shipped:
-        for kept in (_of_package, _knowledge, restating.restated):
+        for kept in (_of_package, _knowledge, restated):
             kept.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device, limited: Limit | None = None) -> Policy:
-    """Return the policy for a signature on a device.
-
-    If the choice is limited to kernels of bundles (:mod:`cutlass_ops.choose.limits`), only these may be chosen. Without
-    `limited`, that is looked up.
-    Measurements come from the bundles, the user's folder and the package. For kernels of Sm90, the package's tables of
-    other epilogues fill gaps.
-    """
+    """Return the policy for a signature on a device."""
     found = limits.limit(signature, device.capability) if limited is None else limited
     return _policy(signature, device, found.configs, found.generation)
 
 
-def recalled(signature: OpSignature, device: Device, limited: Limit, problem: Problem) -> Weight | None:
-    """Return what an earlier process decided for a problem's weight, without a policy; None if that is not known."""
-    if limited.configs:
-        return None
-    return _recalled(signature, device, limited.generation, problem.n, problem.k, problem.count)
-
-
 @cached(maxsize=4096)
-def _recalled(signature: OpSignature, device: Device, generation: int, n: int, k: int, count: int) -> Weight | None:
-    if remembered.folder() is None or _has_tables_of_its_own(signature, device):
+def weight(signature: OpSignature, device: Device, limited: Limit, n: int, k: int, count: int) -> Weight | None:
+    """Return what is decided for ``count`` weights (N, K), from the memo or anew; None if no kernel serves."""
+    alone = not limited.configs and not has_tables_of_its_own(signature, device)
+    place = _place(signature, device, n, k, count) if alone else None
+    known = memo.recall(place)
+    try:
+        if known is not None:
+            return Weight.from_json(known, signature, device)
+    except ConfigError as exc:
+        _log.info("a decision is made again: %s", exc)
+    found = policy(signature, device, limited)
+    if not found.kernels:
         return None
-    return remembered.recalled(signature, device, n, k, count)
+    decided = found.weight_of(n, k, count)
+    if found.of_package:
+        memo.keep(place, decided.to_json())
+    return decided
 
 
-def _has_tables_of_its_own(signature: OpSignature, device: Device) -> bool:
+def _place(signature: OpSignature, device: Device, n: int, k: int, count: int) -> Path | None:
+    """Return the file of what the package's own tables decide for a weight; None if nothing is kept."""
+    try:
+        store = env.cache_dir() if env.remembers_choices() else None
+    except env.NoHomeError:
+        store = None
+    about = [signature_to_json(signature), *device.capability, device.multiprocessors, device.name, n, k, count]
+    return None if store is None else memo.place(store, "choices", [*about, np.__version__], _stamp())
+
+
+@cached(maxsize=1)
+def _stamp() -> str | None:
+    """Return the memo's stamp when it was first asked for: the package's part of it stays, and decides."""
+    return memo.stamp()
+
+
+def has_tables_of_its_own(signature: OpSignature, device: Device) -> bool:
     """Whether the user or a bundle may have a table about a signature on a device."""
     if next(Bundles.current().tables(signature), None) is not None:
         return True
     try:
-        return os.path.lexists(tables.path_of(env.tuning_dir(), device.name, signature))
-    except env.NoHomeError:
-        return False
+        folder = _tuning_dir()
     except ValueError:  # the policy warns of it
         return True
+    return folder is not None and os.path.lexists(tables.path_of(folder, device.name, signature))
+
+
+def _tuning_dir() -> Path | None:
+    """Return the folder of the user's tables; None if it is in a store that cannot be used, or there is no home folder.
+
+    Raises ValueError if a variable cannot be read.
+    """
+    try:
+        if env.TUNING_DIR.text is None:
+            KernelStore.of_user().require_private()
+    except StoreError:  # who looks for a kernel there warns of it
+        return None
+    return env.tuning_dir()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python collect no garbage for as long as the context lasts.
+
+    It is for work that makes many objects and keeps them. They bring about collections of all generations, each of
+    which visits every object of the process: with PyTorch imported, some take 0.1 s.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cached(maxsize=256)
-@uncollected()
+@_uncollected()
 def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
-    if arch.target_for(device.capability, wgmma=False) is None:
+    if arch.best_target(device.capability) is None:
         return Policy.of((), signature, device, ())
     own = _own(signature, device)
     if not bundled and own is _shipped(device.name, signature):
@@ -405,30 +360,31 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
         return (c for c in pool if own is None or own.allows(c))
 
     if signature.epilogue.is_pointwise:
-        return Policy.of((), signature, device, allowed(bundled or pointwise.UNTUNED))
+        return Policy.of((), signature, device, allowed(bundled or _untuned(signature, KINDS)))
     if bundled:
-        wgmma = any(c.wgmma for c in bundled)
-        known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine
+        by_tma = any(c.family.tma for c in bundled)
+        known = (*mine, *_borrowed(own, signature, device)) if by_tma else mine
         return Policy.of(known, signature, device, allowed(bundled))
 
-    usual: tuple[Config, ...] = sm80.untuned(signature)
-    if min(signature.alignments) > 1:
-        usual = (*usual, *gemv.UNTUNED)
-    if signature.form == BATCHED:
-        usual = (*usual, *small.UNTUNED)
-    if device.has_wgmma:
+    usual = _untuned(signature, (kind for kind in KINDS if not kind.config.family.tma))
+    if device.has_tma:
         known = (*mine, *_borrowed(own, signature, device))
         # Times depend on how operands lie as TMA loads them: prefer kernels from tables with the same majors.
         alike = [t for t in known if t.signature.majors == signature.loaded_majors]
-        pool = [*(c for table in alike or known for c in table.kernels), *sm90.untuned(signature)]
+        beside = (kind for kind in KINDS if kind.config.family.tma or not kind.in_tables)
+        pool = [*(c for table in alike or known for c in table.kernels), *_untuned(signature, beside)]
         # With few rows, reading operands as they lie is faster than copying them first.
-        if signature.form == BATCHED:
-            pool += small.UNTUNED
         found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):
             return found
     found = Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
     return found if _serves_many_rows(found) else Policy.of((), signature, device, ())
+
+
+def _untuned(signature: OpSignature, kinds: Iterable[KernelKind[Any]]) -> tuple[Config, ...]:
+    """Return the choices without a tuning table of some kinds, of those for such an epilogue."""
+    pointwise = signature.epilogue.is_pointwise
+    return tuple(c for kind in kinds if kind.pointwise == pointwise for c in kind.untuned(signature))
 
 
 def _serves_many_rows(policy: Policy) -> bool:
@@ -458,16 +414,9 @@ def _with_users(mine: Table, found: Table | None) -> Table:
 
 
 def _read(signature: OpSignature, device: Device) -> Table | None:
-    """Return the user's own table, or None.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be used.
-    """
-    try:
-        folder = env.tuning_dir()
-    except env.NoHomeError:
+    """Return the user's own table, or None."""
+    folder = _tuning_dir()
+    if folder is None:
         return None
     path = tables.path_of(folder, device.name, signature)
     try:
@@ -527,7 +476,7 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
         ways[-2:-2] = [(name, _scaled(signature)) for name in places]
         if signature.epilogue.products and signature.epilogue.quantized is not None:
             ways[:0] = [(name, _quantized_gate(signature)) for name in places]
-        # Of the one that FP8 was measured on first, or of the other.
+        # Those of the device that FP8 was measured on first, or of the usual one.
         ways[:0] = [(name, signature) for name in (OF_FP8.name, USUAL.name) if name != device.name]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
@@ -569,10 +518,7 @@ def _quantized_gate(signature: OpSignature) -> OpSignature:
 
 
 def _like(signature: OpSignature) -> OpSignature | None:
-    """Return the BF16 signature with the same norm and gate, or None for a plain GEMM.
-
-    The rest of the epilogue costs little in comparison.
-    """
+    """Return the BF16 signature with the same norm and gate, or None for a plain GEMM."""
     norm, gate = bool(signature.epilogue.gathered), bool(signature.epilogue.products)
     graph = composed.rms_norm.graph if norm else composed.swiglu.graph
     if norm and gate:
@@ -605,12 +551,12 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 
     def form(config: Config) -> Config | None:
         wanted = kind_of(config).gathering(config) if gathers else config
-        wanted = kind_of(config).of_width(wanted, theirs.a.dtype.bytes, signature.a.dtype.bytes)
+        wanted = kind_of(config).of_width(wanted, theirs.a.dtype.bits, signature.a.dtype.bits)
         # Kernels of Sm80 were measured beside those of Sm90 for few problems: they would seem better than they are.
-        return _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
+        return _legal(signature, wanted, device) if config.family.tma or config.few_rows else None
 
     forms = tuple((config, form(config)) for config in table.configs)
-    return restating.restated(Itself(table), Traits.of(signature), forms, device)
+    return restated(Itself(table), Traits.of(signature), forms, device)
 
 
 def _kind(signature: OpSignature) -> tuple[object, ...]:
@@ -634,3 +580,47 @@ def _legal_on(signature: OpSignature, config: Config, capability: tuple[int, int
         return config
     variants = kind_of(config).variants(signature, config)
     return next((c for c in variants if legality.is_legal(signature.spec(c, c.target_on(capability)))), None)
+
+
+# A table takes megabytes, and one who tunes makes new ones again and again.
+_KEPT = 32
+
+
+@lru_cache(maxsize=_KEPT)
+def restated(
+    known: Itself[Table], mine: Traits, forms: tuple[tuple[Config, Config | None], ...], device: Device
+) -> Table:
+    """Convert a table to a signature's traits, with the form that takes each kernel's place, if any."""
+    table, of = known.value, dict(forms)
+    before, theirs = table.columns, Traits.of(table.signature)
+    weights = mine.weights // theirs.weights
+    _, n, k, _ = before.problems.T
+    line = k * theirs.element_bytes
+    whole = np.asarray((n % weights == 0) & (line % mine.element_bytes == 0))
+    problems = before.problems.copy()
+    problems[:, 1], problems[:, 2] = n // weights, line // mine.element_bytes
+
+    taken = [of.get(config) for config in before.configs]
+    configs = tuple(dict.fromkeys(config for config in taken if config is not None))
+    place = {config: at for at, config in enumerate(configs)}
+    form = np.array([-1 if config is None else place[config] for config in taken], np.int64)
+    which = whole[before.points] & (form[before.kernels] >= 0)
+    points, kernels = before.points[which], form[before.kernels[which]]
+    pools = Pool(configs, theirs), Pool(configs, mine)
+    times = before.raced[which] + _later(pools, kernels, (before.problems[points], problems[points]), device)
+
+    part = replace(before, configs=configs, problems=problems).part(which)
+    order = np.lexsort((times, points))  # within each point
+    times = times[order]
+    behind = times / times[part.starts[:-1]][part.points] - 1
+    columns = replace(part, kernels=kernels[order], places=part.places[order], microseconds=times, behind=behind)
+    kept = tuple(found for config in table.kernels if (found := of[config]) is not None)
+    return replace(table, points=Recorded(columns, [()] * len(columns.problems)), kernels=kept)
+
+
+def _later(pools: tuple[Pool, Pool], kernels: Places, problems: tuple[Places, Places], device: Device) -> Floats:
+    """Return the extra microseconds of kernels, besides the GEMM, at the second pool's problems over the first's."""
+    before, after = (
+        pool.besides_of(kernels, Extents.of_array(each), device) for pool, each in zip(pools, problems, strict=True)
+    )
+    return np.asarray(after - before)

@@ -24,25 +24,12 @@ _USUAL = Traits(element_bytes=2, d_bytes=2)
 _LAYOUT = ("element_bytes", "majors", "alignments", "scatters")
 
 
-def at_once(width: int) -> int:
-    """Return how many problems to compare at once with this many configurations or notes."""
-    return max(1, AT_ONCE // max(1, width))
-
-
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Configurations that are compared with each other.
+    """Configurations that are compared with each other."""
 
-    Attributes
-    ----------
-    configs : tuple of Config
-        Configurations of any kind.
-    traits : Traits
-        Traits of the signature that they serve.
-    """
-
-    configs: tuple[Config, ...]
-    traits: Traits = _USUAL
+    configs: tuple[Config, ...]  # configurations of any kind
+    traits: Traits = _USUAL  # traits of the signature that they serve
 
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
@@ -73,41 +60,21 @@ class Pool:
             kinds[found], places[found] = kind, np.arange(len(found))
         return kinds, places
 
-    def besides(self, problems: Problems, device: Device) -> Floats:
-        """Return the extra microseconds of kernels for work besides a GEMM, of shape (problems, configurations).
-
-        That is means of A's rows, copies of misaligned operands, and stores of single elements of D.
-        """
-        found = np.zeros((Extents.of(problems).size, len(self.configs)))
-        with np.errstate(all="ignore"):  # an underflow is 0, even if the process makes NumPy raise
-            for part, places, timer, whole in self._parts(problems):
-                found[part, places] = timer.besides(whole, device)
-        return found
-
     def times(self, problems: Problems, device: Device) -> Floats:
-        """Return times in microseconds, for comparisons, of shape (problems, configurations).
-
-        A kernel with a tile order counts with the better of the usual order and one by GPC. Times are infinite for
-        kernels that cannot be launched.
-        """
+        """Return microseconds, infinite for kernels that cannot be launched, of shape (problems, configurations)."""
         return self.times_and_order(problems, device)[0]
 
     def times_and_order(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
-        """Return the times, and whether each is that of an order by GPC."""
-        times = np.zeros((Extents.of(problems).size, len(self.configs)))
-        gpc = np.zeros_like(times, np.bool_)
-        with np.errstate(all="ignore"):
-            for part, places, timer, whole in self._parts(problems):
-                times[part, places], gpc[part, places] = timer.times(whole, device)
-        return times, gpc
-
-    def _parts(self, problems: Problems) -> Iterator[tuple[slice, Places, Timer, Extents]]:
-        """Yield a few of the problems, and all configurations of one kind with their model, until all have met."""
+        """Return the times in the better of the usual order of tiles and one by GPC, and whether it is the latter."""
         whole = self.traits.whole(Extents.of(problems))
-        for places, timer in self._timers:
-            step = at_once(len(places))
-            for part in (slice(at, at + step) for at in range(0, whole.size, step)):
-                yield part, places, timer, whole.part(part)
+        times = np.zeros((whole.size, len(self.configs)))
+        gpc = np.zeros_like(times, np.bool_)
+        with np.errstate(all="ignore"):  # an underflow is 0, even if the process makes NumPy raise
+            for places, timer in self._timers:
+                step = max(1, AT_ONCE // max(1, len(places)))
+                for part in (slice(at, at + step) for at in range(0, whole.size, step)):
+                    times[part, places], gpc[part, places] = timer.times(whole.part(part), device)
+        return times, gpc
 
     def times_of(self, places: Places, problems: Extents, device: Device) -> tuple[Floats, Flags]:
         """Return the results of :meth:`times_and_order` for one configuration at each problem: shapes (problems,)."""
@@ -118,7 +85,10 @@ class Pool:
         return times, gpc
 
     def besides_of(self, places: Places, problems: Extents, device: Device) -> Floats:
-        """Return the result of :meth:`besides` for one configuration at each problem, of shape (problems,)."""
+        """Return the extra microseconds of one configuration at each problem for work besides a GEMM.
+
+        That is means of A's rows, copies of misaligned operands, and stores of single elements of D.
+        """
         found = np.empty(len(places))
         with np.errstate(all="ignore"):
             for part, timer, whole in self._beside(places, problems):

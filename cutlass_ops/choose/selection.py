@@ -21,20 +21,7 @@ _ROUNDING = 1e-12
 
 
 def chosen(losses: Sequence[Mapping[Kernel, float]], count: int) -> tuple[Kernel, ...]:
-    """Choose kernels so that exchanging any one for another would not help.
-
-    Parameters
-    ----------
-    losses : sequence of mapping of Kernel to float
-        For each problem, the logarithm of each kernel's time over the fastest's.
-    count : int
-        Most kernels to choose.
-
-    Returns
-    -------
-    tuple of Kernel
-        The chosen kernels, most useful first.
-    """
+    """Choose kernels so that exchanging any one for another would not help."""
     table = _Losses.of(losses)
     kept = table.exchanged(table.extended([], count))
     return tuple(table.kernels[at] for at in table.extended([], count, among=kept))

@@ -17,31 +17,201 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from cutlass_ops.base import checked_json, env, locks
-from cutlass_ops.base.atomic import DELETIONS, replacing
+from cutlass_ops.base.disk import DELETIONS, replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
-from cutlass_ops.choose import format2, selection
-from cutlass_ops.choose.points import BEHIND as BEHIND
-from cutlass_ops.choose.points import MICROSECONDS as MICROSECONDS
-from cutlass_ops.choose.points import Columns, Recorded, columns_of
-from cutlass_ops.choose.points import Measured as Measured
-from cutlass_ops.choose.points import Point as Point
-from cutlass_ops.declare.config import Config, config_from_json, config_to_json
-from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.choose import selection
+from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.signature import signature_from_json as signature_from_json
-from cutlass_ops.declare.signature import signature_to_json as signature_to_json
+from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.arrays import Flags, Floats, Places
 from cutlass_ops.kinds.spreads import ASSUMED
 
+# The least distance of an estimate behind the fastest: more than dispatch treats as equal.
+ESTIMATED = 0.005
+# Bounds of measurements: far beyond any kernel's, with finite ratios and logarithms. A table has three digits of a
+# microsecond.
+MICROSECONDS = (0.001, 1e12)
+BEHIND = (-0.9, 1e6)
+
+# A day, and the spreads of groups of rows.
+Session: TypeAlias = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration's time at a problem."""
+
+    config: Config
+    microseconds: float  # median over the rounds
+    behind: float  # median over the rounds of its time over the fastest's of the same round, minus one
+    order: TileOrder = USUAL_ORDER  # the order of its tiles
+
+    @property
+    def ordered(self) -> Ordered:
+        """The configuration with the order of its tiles."""
+        return Ordered(self.config, self.order)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem, measured in one session."""
+
+    problem: Problem  # its extents
+    date: str  # day of the session, such as `"2026-11-21"`
+    measured: tuple[Measured, ...]  # measurements, fastest first
+    peers: tuple[tuple[str, float], ...] = ()  # microseconds of peers, by name
+    # Of groups: how their rows were spread (`kinds/spreads.py`), if not in all ways that are assumed. Times are
+    # geometric means over these.
+    spreads: tuple[str, ...] = ()
+
+    def joined(self, older: Point) -> Point:
+        """Return the point with an older point's other kernels, rescaled by a kernel that both have.
+
+        Without such a kernel, or of rows that were spread otherwise, the older measurements are not comparable and are
+        dropped.
+        """
+        if self.spreads != older.spreads:
+            return self
+        before = {m.config: m for m in reversed(older.measured)}
+        anchor = next((m for m in self.measured if m.config in before), None)
+        if anchor is None:
+            return self
+        factor = (1 + anchor.behind) / (1 + before[anchor.config].behind)
+        best = self.measured[0].microseconds
+        known = {m.config for m in self.measured}
+        further = [
+            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1, m.order)
+            for m in older.measured
+            if m.config not in known
+        ]
+        # An estimate must neither displace nor equal the measured fastest, or kernels would be chosen by estimates.
+        least = best * (1 + ESTIMATED)
+        further = [m if m.behind > ESTIMATED else Measured(m.config, least, ESTIMATED, m.order) for m in further]
+        further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
+        measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
+        return replace(self, measured=measured, peers=self.peers or older.peers)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The measurements of points as arrays: those of one point follow each other, the fastest first."""
+
+    # The configurations, and the orders of tiles.
+    configs: tuple[Config, ...]
+    orders: tuple[TileOrder, ...]
+    sessions: tuple[Session, ...]  # the day of each point, and its spreads
+    problems: Places  # M, N, K and the number of GEMMs of each point, of shape (points, 4)
+    # Each measurement's point, configuration and order of tiles, as indices into these.
+    points: Places
+    kernels: Places
+    places: Places
+    # Its numbers, as `Measured` has them.
+    microseconds: Floats
+    behind: Floats
+
+    @classmethod
+    def of(cls, points: Iterable[Point]) -> Columns:
+        """Return the measurements of points."""
+        points = tuple(points)
+        # Points share objects: comparing identities is faster than hashing each measurement's configuration.
+        shared = {id(m.config): m.config for point in points for m in point.measured}
+        configs = {config: at for at, config in enumerate(dict.fromkeys(shared.values()))}
+        orders = {order: at for at, order in enumerate(dict.fromkeys(m.order for p in points for m in p.measured))}
+        place = {known: configs[config] for known, config in shared.items()}
+        rows = [
+            [(place[id(m.config)], orders[m.order], m.microseconds, m.behind) for m in point.measured]
+            for point in points
+        ]
+        sessions = tuple((point.date, point.spreads) for point in points)
+        return cls.read(tuple(configs), tuple(orders), sessions, [point.problem for point in points], rows)
+
+    @classmethod
+    def read(
+        cls,
+        configs: tuple[Config, ...],
+        orders: tuple[TileOrder, ...],
+        sessions: tuple[Session, ...],
+        problems: Sequence[Problem],
+        rows: Sequence[Sequence[Sequence[float]]],
+    ) -> Columns:
+        """Return measurements that are written as rows: the place of a configuration, of an order, and both numbers."""
+        counts = [len(each) for each in rows]
+        flat = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.float64, 4 * sum(counts)).reshape(-1, 4)
+        kernels, places, microseconds, behind = np.ascontiguousarray(flat.T)
+        points = np.repeat(np.arange(len(counts)), counts)
+        extents = np.array(problems, np.int64).reshape(-1, len(Problem._fields))
+        indices = points, kernels.astype(np.int64), places.astype(np.int64)
+        return cls(configs, orders, sessions, extents, *indices, microseconds, behind)
+
+    @cached_property
+    def starts(self) -> Places:
+        """The first measurement of each point, and the number of all: of shape (points + 1,)."""
+        return np.searchsorted(self.points, np.arange(len(self.problems) + 1))
+
+    @cached_property
+    def raced(self) -> Floats:
+        """The microseconds of each measurement by the fastest of its race.
+
+        Medians of a race that was left early are of a cooler chip; ratios within a round are not.
+        """
+        return np.asarray(self.microseconds[self.starts[:-1]][self.points] * (1 + self.behind))
+
+    def part(self, which: Flags) -> Columns:
+        """Return some of the measurements, and the points that have any of them."""
+        of = self.points[which]
+        points = np.unique(of)
+        return Columns(
+            configs=self.configs,
+            orders=self.orders,
+            sessions=tuple(self.sessions[at] for at in points.tolist()),
+            problems=self.problems[points],
+            points=np.searchsorted(points, of),
+            kernels=self.kernels[which],
+            places=self.places[which],
+            microseconds=self.microseconds[which],
+            behind=self.behind[which],
+        )
+
+
+class Recorded(Sequence[Point]):
+    """Points that are kept as arrays, and made when somebody looks at them."""
+
+    def __init__(self, columns: Columns, peers: Sequence[tuple[tuple[str, float], ...]]) -> None:
+        self.columns, self._peers = columns, peers
+
+    @cached_property
+    def _all(self) -> tuple[Point, ...]:
+        of = self.columns
+        rows = zip(of.kernels.tolist(), of.microseconds.tolist(), of.behind.tolist(), of.places.tolist(), strict=True)
+        measured = [Measured(of.configs[at], us, behind, of.orders[order]) for at, us, behind, order in rows]
+        starts = of.starts.tolist()
+        about = zip(of.problems.tolist(), of.sessions, self._peers, starts, starts[1:], strict=False)
+        return tuple(
+            Point(Problem(*problem), date, tuple(measured[first:after]), peers, spreads)
+            for problem, (date, spreads), peers, first, after in about
+        )
+
+    def __len__(self) -> int:
+        return len(self.columns.problems)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._all[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recorded | tuple) and self._all == tuple(other)
+
+
 FORMAT = 3
-# Kernels of a signature: so many for the problems that matter most, and so many in all.
+# Number of kernels of a signature: for the problems that matter most, and in all.
 MAX_KERNELS = 16
 MOST_KERNELS = 192
 
@@ -61,32 +231,15 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 @dataclass(frozen=True)
 class Table:
-    """All points of a signature on a kind of device.
+    """All points of a signature on a kind of device."""
 
-    Attributes
-    ----------
-    device : str
-        The driver's name.
-    multiprocessors : int
-        Number of multiprocessors.
-    signature : OpSignature
-        Epilogue and operand types.
-    points : sequence of Point
-        One for each problem, in the order of their problems.
-    kernels : tuple of Config
-        The kernels worth compiling, most useful first, as :meth:`select` found them.
-    fallback : bool
-        Whether a peer may serve calls at problems where it was faster than every kernel.
-    deterministic : bool
-        Whether only kernels that give bit-identical results may serve (those that sum a tile's whole K).
-    """
-
-    device: str
-    multiprocessors: int
-    signature: OpSignature
-    points: Sequence[Point] = ()
-    kernels: tuple[Config, ...] = ()
-    fallback: bool = False
+    device: str  # the driver's name
+    multiprocessors: int  # number of multiprocessors
+    signature: OpSignature  # epilogue and operand types
+    points: Sequence[Point] = ()  # one for each problem, in the order of their problems
+    kernels: tuple[Config, ...] = ()  # the kernels worth compiling, most useful first, as `select` found them
+    fallback: bool = False  # whether a peer may serve calls at problems where it was faster than every kernel
+    # Whether only kernels that give bit-identical results may serve (those that sum a tile's whole K).
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -121,7 +274,7 @@ class Table:
     @cached_property
     def columns(self) -> Columns:
         """Its measurements as arrays."""
-        return columns_of(self.points)
+        return self.points.columns if isinstance(self.points, Recorded) else Columns.of(self.points)
 
     @cached_property
     def _by_problem(self) -> dict[Problem, Point]:
@@ -132,15 +285,7 @@ class Table:
         return config.whole_k or not self.deterministic
 
     def merged(self, other: Table) -> Table:
-        """Return the points of both.
-
-        If both have a problem, the later day's point is joined with the older one's. On the same day, `other` is later.
-
-        Raises
-        ------
-        ConfigError
-            If they are about different devices or signatures.
-        """
+        """Return the points of both."""
         for name in ("device", "multiprocessors", "signature"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -160,18 +305,7 @@ class Table:
         )  # fmt: skip
 
     def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
-        """Return the table with the few kernels that together lose least to each point's best.
-
-        Exchanging one of the first `few` would not help; the others are added greedily. A kernel counts as twice as
-        slow at points where it was not measured.
-
-        Parameters
-        ----------
-        first : iterable of Problem
-            Problems for which the first `few` kernels are chosen; by default all.
-        few, most : int
-            Number of kernels for these problems, and in all.
-        """
+        """Return the table with the few kernels that together lose least to each point's best."""
         wanted = set(first)
         usable = (replace(p, measured=tuple(m for m in p.measured if self.allows(m.config))) for p in self.points)
         points = [p for p in usable if p.measured]
@@ -211,16 +345,7 @@ class Table:
 
     @classmethod
     def from_json(cls, data: object) -> Table:
-        """Rebuild a table from :meth:`to_json`'s value.
-
-        Raises
-        ------
-        ConfigError
-            If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
-            signature. The message names the field.
-        """
-        if isinstance(data, dict) and data.get("format") == 2:
-            data = format2.upgraded(data)
+        """Rebuild a table from :meth:`to_json`'s value."""
         fields = checked_json.mapping(data, "a tuning table", _FIELDS)
         if type(fields["format"]) is not int or fields["format"] != FORMAT:
             raise ConfigError(
@@ -251,10 +376,7 @@ class Table:
 
     @classmethod
     def of_ours(cls, data: Any) -> Table:
-        """Rebuild a table that ships with the library, without the checks of :meth:`from_json`, which take long.
-
-        A test makes them for each such table.
-        """
+        """Rebuild a table that ships with the library, without the checks of :meth:`from_json`, which take long."""
         points = data["points"]
         configs = tuple(map(config_from_json, data["configs"]))
         columns = Columns.read(
@@ -292,15 +414,7 @@ def load_ours(path: Path) -> Table:
 
 
 def load(path: Path) -> Table:
-    """Read a table.
-
-    Raises
-    ------
-    ConfigError
-        If the file is not a table. The message names it.
-    OSError
-        If it cannot be read.
-    """
+    """Read a table."""
     # Opening a pipe would wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ConfigError(f"{path} is not a tuning table: it is not a file")
@@ -309,31 +423,25 @@ def load(path: Path) -> Table:
 
 
 def parse(text: bytes, where: str) -> Table:
-    """Read a table from its JSON.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a table. The message says where it is from.
-    """
+    """Read a table from its JSON."""
     try:
-        return checked_json.read(text, "it", _MAX_BYTES, Table.from_json)
+        return checked_json.read(text, "it", _MAX_BYTES, lambda data: Table.from_json(_unsealed(data)))
     except ConfigError as exc:
         raise ConfigError(f"{where} is not a tuning table: {checked_json.said(exc)}") from None
 
 
+def _unsealed(data: object) -> object:
+    """Return a table's value without its digest, which those have that :func:`update` wrote."""
+    if not isinstance(data, dict) or "sha256" not in data:
+        return data
+    rest = {name: value for name, value in data.items() if name != "sha256"}
+    if checked_json.sealed(rest) != checked_json.canonical(data):
+        raise ConfigError("it was changed since it was written: its sha256 does not match")
+    return rest
+
+
 def update(path: Path, table: Table) -> Table:
-    """Merge a table into a file, which is created if it is missing, and return the merged table.
-
-    Concurrent updates lose nothing, and a reader sees the file before or after the update.
-
-    Raises
-    ------
-    ConfigError
-        If the file is not a table, or one of another signature or device.
-    StoreError
-        If the folder cannot be written, its lock is a link, or the file system has no locks.
-    """
+    """Merge a table into a file, which is created if it is missing, and return the merged table."""
     attempts = 0
     while True:
         attempts += 1
@@ -350,9 +458,9 @@ def _updated(path: Path, table: Table) -> Table:
     held = locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables")
     with _writing(path.parent), held:
         merged = load(path).merged(table) if path.exists() else table
-        text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
+        text = checked_json.sealed(merged.to_json())
         # Readable by its owner alone, as all files of the tuner.
-        with replacing(path) as aside, open(aside, "x", encoding="utf-8", opener=_privately) as file:
+        with replacing(path) as aside, open(aside, "xb", opener=_privately) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -364,13 +472,7 @@ def _privately(path: str, flags: int) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Make a folder for tables, and check that it can be written before measuring for long.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be written.
-    """
+    """Make a folder for tables, and check that it can be written before measuring for long."""
     with _writing(folder), tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -407,7 +509,7 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
 
 
 def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Point:
-    # Left out where there are no groups, or rows were spread in all ways.
+    # Left out if there are no groups, or rows were spread in all ways.
     spread = isinstance(data, dict) and "spreads" in data
     fields = checked_json.mapping(data, "a point", "problem date measured peers" + " spreads" * spread)
     problem = Problem.from_json(fields["problem"])

@@ -26,13 +26,7 @@ _WIDE_PARAMETER, _WIDE_SIZE = 0x45, struct.Struct("<8xH")
 
 
 def prove_halves_agree(library: Path) -> None:
-    """Compare the sizes of every kernel's parameters in the host code and in the device code.
-
-    Raises
-    ------
-    CompileError
-        If a kernel is in only one of them, or the sizes differ.
-    """
+    """Compare the sizes of every kernel's parameters in the host code and in the device code."""
     data = library.read_bytes()
     try:
         host = {

@@ -3,8 +3,8 @@
 To render, check and prove kernels is work in Python. In threads of this process it would hold the interpreter's lock,
 for which a call would wait 5 ms at a time. A process of its own costs calls nothing.
 
-Requests and answers are lines of JSON on its standard input and output. It ends with this process, and so do its
-compilers.
+Requests and answers are lines of JSON on its standard input and output. Kernels that a call needs come first there, and
+kernels that wait together are compiled together (:class:`Waiting`). It ends with this process, and so do its compilers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass_ops.artifacts.entry import Artifact
+from cutlass_ops.artifacts.store import KernelStore, Temporary
 from cutlass_ops.base import env, errors, forks
 from cutlass_ops.base.programs import PIPE, Program
 from cutlass_ops.base.session import Part, Session
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -35,20 +38,26 @@ _NICE = 10
 # Variables on which it depends what is built, and where: a process serves one setting of these.
 _SETTINGS = ("CUTLASS_OPS_", "CUDA_", "NVCC_", "XDG_CACHE_HOME", "HOME", "PATH", "TMPDIR", "AWS_", "FSSPEC_")
 
-# Seconds. A weight's kernels are looked for together. For all that come so soon, templates and compilers are examined
-# once: that takes most of a look. In another environment they are other ones.
-_BURST = 0.1
+# Bytes of requests that a pipe holds while the process starts: whoever asks does not wait for it.
+_PIPE = 1 << 20
 
-# What else prints is no answer. The folder where it is started is none to import from. It is known as the command line,
+# Four kernels in one file take half of the time that they take alone. More would save little, and take longer to come.
+MOST = 4
+# Seconds without a request after which those that came together are divided, and the most that this may take. A kernel
+# takes half a minute to compile.
+_QUIET, _LONGEST = 0.05, 0.5
+
+# Other output is no answer. Nothing is imported from the folder where it is started. It is known as the command line,
 # which imports no PyTorch.
 _PROGRAM = """
 import os, sys
 answers = os.dup(1)
 os.dup2(2, 1)
-sys.path[:] = sys.argv[1].split(os.pathsep)
+path, temporary = sys.argv[1:]
+sys.path[:] = path.split(os.pathsep)
 sys.argv[:] = ["cutlass-ops"]
 from cutlass_ops.compilation.apart import serve
-serve(answers)
+serve(answers, temporary)
 """
 
 
@@ -66,121 +75,96 @@ class Apart(Part):
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._looking = threading.Lock()
-        self._situation, self._looked, self._looked_in = list[str | None](), 0.0, frozenset[tuple[str, str]]()
         self._processes: dict[frozenset[tuple[str, str]], _Builder] = {}
-        self._lost = False
 
-    def build(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
-        """Have the kernel for a declaration built by the process, unless the store is known to have it.
+    def submit(self, spec: Declaration, *, urgent: bool) -> Future[str]:
+        """Ask the process to build a kernel into the user's store, and return at once.
 
-        It is built in this process if there is no other.
-
-        Returns a function that finds it: of most kernels nobody asks for it soon.
-
-        The errors are those of :func:`cutlass_ops.compilation.builder.build_artifact`.
+        The future gives the kernel's key. It cannot be cancelled, and while a declaration waits, there is one.
         """
-        from cutlass_ops.compilation import lookup
-
-        known = self._recalled(spec)
-        if known is not None:
-            return lambda: known
-
-        def build() -> Artifact:
-            # What compiles is half of this package, and calls wait while threads import it.
-            from cutlass_ops.compilation.builder import build_artifact
-
-            return build_artifact(spec, cancel=cancel)
-
         try:
-            key = self._process().build(spec)
+            return self._process().submit(spec, urgent)
         except Lost as exc:
-            if cancel.is_set():
-                raise CancelledError from None
-            if not self._lost:
-                _log.warning("kernels are built in this process, since the one for them is lost: %s", exc)
-            self._lost = True
-            # On Linux a thread has a priority of its own, and the compilers that it starts inherit it.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            built = build()
-            return lambda: built
-        # Whatever was removed meanwhile is built again.
-        return lambda: lookup.with_key(spec, key) or build()
-
-    def _recalled(self, spec: KernelSpec) -> Artifact | None:
-        """Return the kernel if the store has it and its key is known."""
-        from cutlass_ops.compilation import keys, lookup
-
-        with self._looking:  # one thread at a time: a call would wait for the interpreter's lock behind each
-            settings = _settings()
-            if time.monotonic() - self._looked > _BURST or settings != self._looked_in:
-                self._situation, self._looked, self._looked_in = [], time.monotonic(), settings
-            with keys.one_situation(self._situation):
-                return lookup.recalled(spec)
+            lost: Future[str] = Future()
+            lost.set_exception(exc)
+            return lost
 
     def close(self) -> None:
-        """Have the process end, and its compilers with it."""
+        """End the process and its compilers."""
         with self._lock:
             for process in self._processes.values():
                 process.close()
 
     def _process(self) -> _Builder:
-        if self._lost or not _is_python(sys.executable):
+        # It may be a program that embeds Python, and takes other options.
+        if not os.path.basename(sys.executable or "").startswith("python"):
             raise Lost("no Python interpreter can be started")
-        settings = _settings()
+        setting = settings()
         with self._lock:
-            if settings not in self._processes:
-                self._processes[settings] = _Builder(os.environ)
-            return self._processes[settings]
+            if setting not in self._processes:
+                KernelStore.default().to_build_in()  # a warning comes from this process, and not from that one
+                temporary = self.session.part(Temporary).store.root
+                self._processes[setting] = _Builder(os.environ, temporary)
+            return self._processes[setting]
 
 
-def _settings() -> frozenset[tuple[str, str]]:
+def settings() -> frozenset[tuple[str, str]]:
     """Return the variables on which it depends what is built."""
     return frozenset((name, text) for name, text in os.environ.items() if name.startswith(_SETTINGS))
 
 
-def _is_python(path: str | None) -> bool:
-    """Whether a program takes Python's options: it may be one that embeds Python."""
-    return bool(path) and os.path.basename(str(path)).startswith("python")
+class _Asked(NamedTuple):
+    """A kernel that the process was asked for, and has not answered."""
+
+    spec: Declaration
+    key: Future[str]
 
 
 class _Builder:
     """A process that runs :func:`serve`."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], temporary: Path) -> None:
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._answers: dict[int, Future[str]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._waiting: dict[Declaration, int] = {}
+        self._urgent: set[int] = set()
         self._ended = False
         root = Path(__file__).parents[2]
         path = os.pathsep.join(dict.fromkeys([str(root), *(folder for folder in sys.path if os.path.isabs(folder))]))
-        command = [sys.executable, "-c", _PROGRAM, path]
+        command = [sys.executable, "-c", _PROGRAM, path, str(temporary)]
         try:
-            self._program = Program(command, stdin=PIPE, stdout=PIPE, env=dict(environment))
+            self._program = Program(command, stdin=PIPE, stdout=PIPE, pipesize=_PIPE, env=dict(environment))
         except OSError as exc:
             raise Lost(str(exc)) from None
         threading.Thread(target=self._read, name="cutlass_ops_apart", daemon=True).start()
 
-    def build(self, spec: KernelSpec) -> str:
-        """Return the key of a kernel that it builds."""
-        answer: Future[str] = Future()
+    def submit(self, spec: Declaration, urgent: bool) -> Future[str]:
+        """Ask for a kernel, or for one that waits to come earlier; return its key's future."""
         with self._lock:
             if self._ended:
                 raise Lost("it has ended")
-            number = next(self._numbers)
-            self._answers[number] = answer
-            request = json.dumps({"number": number, "spec": spec.to_json()})
-            assert self._program.stdin is not None
-            try:
-                self._program.stdin.write(request.encode() + b"\n")
-                self._program.stdin.flush()
-            except (OSError, ValueError) as exc:
-                self._answers.pop(number)
-                raise Lost(str(exc)) from None
-        return answer.result()
+            number = self._waiting.get(spec)
+            if number is None:
+                number = next(self._numbers)
+                asked = self._asked[number] = _Asked(spec, Future())
+                asked.key.set_running_or_notify_cancel()
+                self._waiting[spec] = number
+                self._write({"number": number, "spec": spec.to_json(), "urgent": urgent})
+            elif urgent and number not in self._urgent:
+                self._write({"number": number, "urgent": True})
+            if urgent:
+                self._urgent.add(number)
+            return self._asked[number].key
+
+    def _write(self, request: Mapping[str, Any]) -> None:
+        assert self._program.stdin is not None
+        # Requests that are lost with the process are answered once its end is noticed.
+        with contextlib.suppress(OSError, ValueError):
+            self._program.stdin.write(json.dumps(request).encode() + b"\n")
+            self._program.stdin.flush()
 
     def close(self) -> None:
-        """Have it end."""
+        """End the process."""
         with contextlib.suppress(OSError, ValueError):
             assert self._program.stdin is not None
             self._program.stdin.close()
@@ -192,19 +176,29 @@ class _Builder:
                 if not line.startswith(b"{"):  # printed at its start
                     continue
                 found = json.loads(line)
-                answer = self._answers.pop(found["number"])
+                if "level" in found:
+                    _log.log(found["level"], "%s", found["message"])
+                    continue
+                with self._lock:
+                    answer = self._answered(found["number"])
                 if "key" in found:
                     answer.set_result(found["key"])
                 else:
                     answer.set_exception(_error(found["error"], found["message"]))
         with self._lock:
             self._ended = True
-            left, self._answers = list(self._answers.values()), {}
+            left = [self._answered(number) for number in list(self._asked)]
         for answer in left:
             answer.set_exception(Lost("it has ended"))
         self._program.end()
         self.close()
         self._program.stdout.close()
+
+    def _answered(self, number: int) -> Future[str]:
+        spec, key = self._asked.pop(number)
+        del self._waiting[spec]
+        self._urgent.discard(number)
+        return key
 
 
 def _error(name: str, message: str) -> Exception:
@@ -214,33 +208,165 @@ def _error(name: str, message: str) -> Exception:
     return RuntimeError(f"{name}: {message}")
 
 
-def serve(number: int) -> None:
-    """Build what standard input asks for, until it ends: what the process does. It answers on a file descriptor."""
-    from cutlass_ops.compilation.builder import build_artifact
+class _Told(logging.Handler):
+    """Tells the process that asked what is logged here."""
 
+    def __init__(self, answer: Callable[..., None]) -> None:
+        super().__init__(logging.INFO)
+        self._answer = answer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Answer without a number."""
+        self._answer(level=record.levelno, message=record.getMessage())
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kernel that was asked for: its number, its declaration, and what else can be in a file with it."""
+
+    number: int
+    spec: Declaration
+    alike: Hashable
+
+
+def alike(spec: Declaration) -> Hashable:
+    """Return what is the same for kernels that can be compiled in one file: the target, and how their sources begin."""
+    from cutlass_ops.compilation.compiler import beginning
+    from cutlass_ops.kinds import render
+
+    return spec.target, beginning(render.source(spec))
+
+
+class Waiting:
+    """Kernels that wait for some workers.
+
+    Those that a call needs come first; no guess is taken while one of these waits. If there are more of a sort than
+    workers, each worker takes several that are alike, at most :data:`MOST`.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = self._free = workers
+        self._changed = threading.Condition()
+        self._arrived: list[Mapping[str, Any]] = []
+        self._last = 0.0
+        self._closed = False
+        self._needed: dict[int, Request] = {}
+        self._guessed: dict[int, Request] = {}
+
+    def add(self, request: Mapping[str, Any]) -> None:
+        """Add a request: its number, its declaration as JSON values, and whether it is urgent."""
+        with self._changed:
+            self._arrived.append(request)
+            self._last = time.monotonic()
+            self._changed.notify_all()
+
+    def finished(self) -> None:
+        """Note that a worker is free again."""
+        with self._changed:
+            self._free += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End :meth:`groups`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def groups(self) -> Iterator[list[Request]]:
+        """Yield the kernels for one worker after the other, each as soon as it is free. One thread may ask for them."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._free and self._any()))
+            end = time.monotonic() + _LONGEST
+            while not self._closed and (left := min(self._last + _QUIET, end) - time.monotonic()) > 0:
+                time.sleep(left)
+            with self._changed:
+                if self._closed:
+                    return
+                arrived, self._arrived = self._arrived, []
+            self._sort(arrived)
+            workers = self._workers
+            while self._free and (self._needed or self._guessed):
+                with self._changed:
+                    self._free -= 1
+                yield self._take(workers)
+                workers = max(1, workers - 1)
+
+    def _any(self) -> bool:
+        return bool(self._arrived or self._needed or self._guessed)
+
+    def _sort(self, arrived: list[Mapping[str, Any]]) -> None:
+        for request in arrived:
+            number = request["number"]
+            if "spec" not in request:
+                if number in self._guessed:
+                    self._needed[number] = self._guessed.pop(number)
+                continue
+            spec = declaration_from_json(request["spec"])
+            try:
+                key = alike(spec)
+            except Exception as exc:  # whoever builds it has the error again
+                _log.debug("%s is compiled alone: %s", spec.slug, exc)
+                key = number
+            (self._needed if request["urgent"] else self._guessed)[number] = Request(number, spec, key)
+
+    def _take(self, workers: int) -> list[Request]:
+        """Take the next kernel, and those that are compiled with it if all are divided among some workers."""
+        waiting = self._needed or self._guessed
+        first = next(iter(waiting.values()))
+        size = min(MOST, -(-len(waiting) // workers))
+        group = [request for request in waiting.values() if request.alike == first.alike][:size]
+        for request in group:
+            del waiting[request.number]
+        return group
+
+
+def serve(number: int, temporary: str) -> None:
+    """Build what standard input asks for, until it ends: what the process does. It answers on a file descriptor."""
+    warnings.simplefilter("ignore", RuntimeWarning)
+    Temporary.current().use(Path(temporary))
     answers = os.fdopen(number, "w", encoding="utf-8")
     os.set_inheritable(number, False)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     cancel, lock = threading.Event(), threading.Lock()
-    pool = ThreadPoolExecutor(env.jobs())
+    waiting = Waiting(env.jobs())
+    pool, headers = ThreadPoolExecutor(env.jobs()), ThreadPoolExecutor(1)
 
     def answer(**found: Any) -> None:
         with lock, contextlib.suppress(OSError, ValueError):
             print(json.dumps(found), file=answers, flush=True)
 
-    def build(number: int, declaration: Mapping[str, Any]) -> None:
-        try:
-            key = build_artifact(KernelSpec.from_json(declaration), cancel=cancel).key
-        except CancelledError:
-            return
-        except Exception as exc:
-            answer(number=number, error=type(exc).__name__, message=str(exc))
-        else:
-            answer(number=number, key=key)
+    _log.setLevel(logging.INFO)
+    _log.addHandler(_Told(answer))
+    _log.propagate = False
 
+    def build(group: Sequence[Request]) -> None:
+        from cutlass_ops.compilation.builder import build_together
+
+        try:
+            for request, built in zip(group, build_together([r.spec for r in group], cancel=cancel), strict=True):
+                if isinstance(built, Artifact):
+                    answer(number=request.number, key=built.key)
+                elif not isinstance(built, CancelledError):
+                    answer(number=request.number, error=type(built).__name__, message=str(built))
+        finally:
+            waiting.finished()
+
+    def precompile(spec: Declaration) -> None:
+        from cutlass_ops.compilation.builder import prepare_headers
+
+        prepare_headers(spec, cancel=cancel)
+
+    def start() -> None:
+        for group in waiting.groups():
+            pool.submit(build, group)
+            headers.submit(precompile, group[0].spec)
+
+    threading.Thread(target=start, name="cutlass_ops_groups", daemon=True).start()
     for line in sys.stdin.buffer:
-        request = json.loads(line)
-        pool.submit(build, request["number"], request["spec"])
+        waiting.add(json.loads(line))
     cancel.set()
-    pool.shutdown(cancel_futures=True)
+    waiting.close()
+    for each in (pool, headers):
+        each.shutdown(cancel_futures=True)

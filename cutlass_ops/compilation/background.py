@@ -1,259 +1,294 @@
-"""Kernels that will be needed, compiled and loaded while the caller goes on."""
+"""Kernels that are not loaded yet: looked for, compiled and loaded while the caller goes on.
+
+One thread does all that is work in Python: it decides, looks into the store and loads, one thing after the other, so
+that calls wait for the interpreter's lock as little as possible. It never waits for a compiler: a process apart
+compiles (:mod:`cutlass_ops.compilation.apart`).
+"""
 
 from __future__ import annotations
 
 import atexit
-import functools
+import contextlib
+import heapq
 import itertools
 import logging
-import queue
+import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
-from cutlass_ops.base.ending import is_ending
-from cutlass_ops.base.errors import CompileError
+from cutlass_ops.base.errors import CompileError, ConfigError
+from cutlass_ops.base.executors import is_ending
 from cutlass_ops.base.session import Part, Session
+from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cutlass_ops.artifacts.entry import Artifact
-    from cutlass_ops.compilation.apart import Apart
 
 _log = logging.getLogger("cutlass_ops")
 
-
-class _Built(NamedTuple):
-    """A kernel that was built, and how it is found."""
-
-    find: Callable[[], Artifact]
-
-
-# What becomes of a kernel. An exception is why it cannot be built.
-_State: TypeAlias = Literal["queued", "building"] | _Built | Exception
+# What comes first: what a call waits for, before guesses about other calls.
+_NEEDED, _GUESSED = range(2)
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
-# Seconds without a weight's first call after which there is time for what these left. Such calls follow each other,
-# take ten milliseconds, and took twice as long beside that.
-_CALM = 0.05
-# Seconds that are given to it at the interpreter's end: what a short process decided, the next one finds in files.
-_AT_THE_END = 0.1
+# Seconds after which this thread gives the interpreter's lock to a call that waits for it. By Python's own 5 ms, each
+# operator of a call would wait that long for a thread that decides or imports.
+_TURN = 0.0005
+# Seconds after which a kernel is tried again whose failure says nothing about it, as that of a full disk.
+_AGAIN = 60.0
+# Nice value of compilers in this process: a kernel that a call waits for is compiled first.
+_NICE = 10
+
+
+class Wanted(Future["Artifact"]):
+    """A kernel that was asked for: done once it is loaded, or with the reason why it cannot be had."""
+
+    def __init__(self, load: Callable[[Artifact], object], needed: bool) -> None:
+        super().__init__()
+        self.looked = threading.Event()  # set once it is done, or once it is known that the kernel must be compiled
+        self.load, self.needed = load, needed  # `needed`: a call waits for it
+        self.again_at = math.inf  # when another attempt may succeed
+        self.add_done_callback(lambda _: self.looked.set())
 
 
 class Background(Part):
-    """Has kernels built, each once, and gives up when the interpreter ends.
+    """Has kernels compiled and loaded, each once, and gives up when the interpreter ends."""
 
-    Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`). One more gives what
-    is built to those who asked for it, one kernel after the other: to load kernels at the same time would keep the
-    interpreter's lock from calls. For that reason, one more does what calls left until there is time (:meth:`later`).
-
-    A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
-
-    Parameters
-    ----------
-    session : Session
-        What it builds for.
-    build : callable, optional
-        Builds one kernel; takes the specification and an event that cancels it, and returns a function that finds it.
-        By default, what no bundle of the session has goes to the store.
-    """
-
-    def __init__(
-        self, session: Session, build: Callable[[KernelSpec, threading.Event], Callable[[], Artifact]] | None = None
-    ) -> None:
+    def __init__(self, session: Session, build: Callable[[Declaration, bool], Future[Artifact]] | None = None) -> None:
         super().__init__(session)
-        self._build = build or self._found_or_built
+        self._build = build or self._built_apart
         self._reset()
         # Threads do not survive a fork.
         forks.reset_in_child(self._reset)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
-        self._arrivals: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
+        self._changed = threading.Condition()
+        self._work: list[tuple[int, int, Callable[[], object]]] = []
         self._count = itertools.count()
-        self._cancel = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._others: set[str] = set()  # threads that build nothing
-        self._left: queue.Queue[Callable[[], object]] = queue.Queue()
-        self._calm_at = self._end_at = 0.0
-        self._known: dict[KernelSpec, _State] = {}
-        self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
-        self._first: set[KernelSpec] = set()
-        self._apart: Apart | None = None
+        self._is_busy = self._ends = False
+        self._thread: threading.Thread | None = None
+        self._wanted: dict[Declaration, Wanted] = {}
+        self._building: dict[Declaration, Future[Artifact]] = {}
+        self._here: ThreadPoolExecutor | None = None
 
-    def add(
-        self,
-        specs: Iterable[KernelSpec],
-        *,
-        first: bool = False,
-        then: Callable[[KernelSpec, Artifact], object] | None = None,
-    ) -> None:
-        """Have kernels built, those that were not added before.
+    # ---- What callers ask for ----
 
-        Parameters
-        ----------
-        specs : iterable of KernelSpec
-            The kernels, in this order.
-        first : bool
-            Whether they come before those that wait, as a call runs on another kernel until they are there.
-        then : callable, optional
-            Is given each of these kernels that was not added before, once it is built, in a thread of its own.
+    def need(self, spec: Declaration, load: Callable[[Artifact], object]) -> Wanted:
+        """Find or compile a kernel for a call, before all guesses, and load it.
+
+        ``load`` runs in the background's thread. If it returns False, the kernel is looked for once more.
         """
-        # Read first: what was noted as queued before an error would never be built.
-        jobs = env.jobs()
-        with self._lock:
-            if self._cancel.is_set() or is_ending():
-                return
-            wanted = dict.fromkeys(specs)
-            fresh = [s for s in wanted if s not in self._known]
-            self._known.update(dict.fromkeys(fresh, "queued"))
-            if then is not None:
-                for spec in fresh:
-                    self._waiting.setdefault(spec, []).append(functools.partial(then, spec))
-            if first:
-                self._first.update(wanted)
-            # One that waits already is queued once more: whoever takes it second finds that it is done.
-            earlier = [s for s in wanted if s not in fresh and self._known[s] == "queued"] if first else []
-            for spec in (*earlier, *fresh):
-                self._queue.put((0 if first else 1, next(self._count), spec))
-            for _ in range(min(len(fresh), jobs - len(self._threads))):
-                self._begin("arrivals", self._deliver)
-                thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        return self._want(spec, load, needed=True)
 
-    def later(self, do: Callable[[], object]) -> None:
-        """Have something done that takes milliseconds and that nobody waits for, once no more of that comes.
+    def needed(self, spec: Declaration) -> Wanted | None:
+        """Return a kernel that :meth:`need` was called for; None if it was not."""
+        wanted = self._wanted.get(spec)
+        return wanted if wanted is not None and wanted.needed and time.monotonic() <= wanted.again_at else None
 
-        Beside it, calls would wait for the interpreter's lock.
-        """
-        with self._lock:
-            if not self._cancel.is_set() and not is_ending():
-                self._calm_at = time.monotonic() + _CALM
-                self._left.put(do)
-                self._begin("left", self._do_what_is_left)
+    def guess(self, specs: Iterable[Declaration], load: Callable[[Declaration, Artifact], object]) -> None:
+        """Compile and load kernels that later calls may need, in this order, once no call waits for others."""
+        for spec in specs:
+            self._want(spec, lambda artifact, spec=spec: load(spec, artifact), needed=False)  # type: ignore[misc]
 
-    def when_built(self, spec: KernelSpec, do: Callable[[Artifact], object]) -> None:
-        """Give a kernel that was added to a function once it is built, in another thread. If it cannot be, never."""
-        with self._lock:
-            self._waiting.setdefault(spec, []).append(do)
-            if isinstance(self._known.get(spec), _Built):
-                self._arrivals.put((0, next(self._count), spec))
+    def soon(self, do: Callable[[], object]) -> None:
+        """Do something that a call waits for."""
+        self._add(_NEEDED, do)
 
-    def pending(self, spec: KernelSpec) -> bool:
-        """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
-        return self._known.get(spec) in ("queued", "building")
+    def wait(self, timeout: float | None = None, *, needed: bool = False) -> bool:
+        """Wait until all that was asked for is done, or only what calls need. Return whether it is."""
 
-    def failure(self, spec: KernelSpec) -> Exception | None:
-        """Return why a kernel could not be built, if it was tried."""
-        state = self._known.get(spec)
-        return state if isinstance(state, Exception) else None
+        def is_done() -> bool:
+            if any(at == _NEEDED or not needed for at, _, _ in self._work) or self._is_busy:
+                return False
+            return all(each.done() for each in self._wanted.values() if each.needed or not needed)
 
-    def wait(self) -> None:
-        """Wait until all that was added is done, and given to those who asked for it."""
-        for work in (self._queue, self._arrivals, self._left):
-            work.join()
+        with self._changed:
+            return self._changed.wait_for(is_done, timeout)
 
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
-        self._end_at = time.monotonic() + _AT_THE_END
-        self._cancel.set()
-        if self._apart is not None:
-            self._apart.close()
-        for work in (self._queue, self._arrivals, self._left):
-            with work.all_tasks_done:
-                work.all_tasks_done.wait_for(lambda work=work: not work.unfinished_tasks, _PATIENCE)  # type: ignore[misc]
-
-    def _begin(self, name: str, work: Callable[[], None]) -> None:
-        """Start one of the other threads, if it does not run."""
-        if name in self._others:
-            return
-        if not self._others:
-            atexit.register(self.close)
-        self._others.add(name)
-        threading.Thread(target=work, name=f"cutlass_ops_{name}", daemon=True).start()
-
-    def _work(self) -> None:
-        # Its priority is the callers': a thread that has to wait for a processor may hold the interpreter's lock.
-        work, cancel = self._queue, self._cancel
-        while True:
-            _, _, spec = work.get()
-            try:
-                if not cancel.is_set() and self._begins(spec):
-                    self._ended(spec, self._outcome(spec, cancel))
-            finally:
-                work.task_done()
-
-    def _begins(self, spec: KernelSpec) -> bool:
-        """Note that a kernel is being built; False if another thread has taken it."""
-        with self._lock:
-            queued = self._known.get(spec) == "queued"
-            if queued:
-                self._known[spec] = "building"
-        return queued
-
-    def _outcome(self, spec: KernelSpec, cancel: threading.Event) -> _State:
-        try:
-            return _Built(self._build(spec, cancel))
-        except Exception as exc:
-            return exc
-
-    def _ended(self, spec: KernelSpec, outcome: _State) -> None:
-        with self._lock:
-            self._known[spec] = outcome
-            if not isinstance(outcome, _Built):
-                self._waiting.pop(spec, None)
-            elif spec in self._waiting:
-                self._arrivals.put((0 if spec in self._first else 1, next(self._count), spec))
-        if isinstance(outcome, _Built):
-            _log.info("built in the background: %s", spec.slug)
-        else:
-            # Without a compiler all fail alike, and the call that needs one says so.
-            level = logging.WARNING if isinstance(outcome, CompileError) else logging.INFO
-            _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, outcome)
-
-    def _deliver(self) -> None:
-        work, cancel = self._arrivals, self._cancel
-        while True:
-            _, _, spec = work.get()
-            try:
-                with self._lock:
-                    waiting, built = self._waiting.pop(spec, []), self._known[spec]
-                if waiting and isinstance(built, _Built) and not cancel.is_set():
-                    found = built.find()
-                    for do in waiting:
-                        do(found)
-            except Exception as exc:
-                # The thread must live on, whatever is wrong there.
-                _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
-            finally:
-                work.task_done()
-
-    def _do_what_is_left(self) -> None:
-        left, cancel = self._left, self._cancel
-        while True:
-            do = left.get()
-            try:
-                while (pause := self._calm_at - time.monotonic()) > 0 and not cancel.wait(pause):
-                    pass
-                if not cancel.is_set() or time.monotonic() < self._end_at:
-                    do()
-            except Exception as exc:
-                _log.warning("failed in the background: %s", exc, exc_info=True)
-            finally:
-                left.task_done()
-
-    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
-        bundled = self.session.part(Bundles).find(spec)
-        if bundled is not None:
-            return lambda: bundled
-        # Imported late: where a bundle has every kernel, none is built.
         from cutlass_ops.compilation.apart import Apart
 
-        self._apart = self.session.part(Apart)
-        return self._apart.build(spec, cancel)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self.session.part(Apart).close()
+        if self._here is not None:
+            self._here.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._is_busy or self._work), _PATIENCE)
+
+    # ---- The thread ----
+
+    def _add(self, priority: int, do: Callable[[], object]) -> None:
+        with self._changed:
+            if self._ends or is_ending():
+                return
+            if self._thread is None:
+                atexit.register(self.close)
+                self._thread = threading.Thread(target=self._run, name="cutlass_ops_background", daemon=True)
+                self._thread.start()
+            heapq.heappush(self._work, (priority, next(self._count), do))
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            do = self._next()
+            if do is None:
+                return
+            try:
+                with _short_turns():
+                    do()
+            except Exception as exc:
+                # The thread must live on, whatever is wrong there.
+                _log.warning("failed in the background: %s", exc, exc_info=True)
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for what is to be done next; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._work or self._ends)
+            if self._ends:
+                self._work.clear()
+                self._changed.notify_all()
+                return None
+            self._is_busy = True
+            return heapq.heappop(self._work)[2]
+
+    # ---- A kernel's way ----
+
+    def _want(self, spec: Declaration, load: Callable[[Artifact], object], *, needed: bool) -> Wanted:
+        with self._changed:
+            wanted = self._wanted.get(spec)
+            if wanted is not None and time.monotonic() > wanted.again_at:
+                self._building.pop(spec, None)
+                wanted = None
+            if wanted is not None and (wanted.needed or not needed or wanted.done()):
+                return wanted
+            if wanted is None:
+                wanted = self._wanted[spec] = Wanted(load, needed)
+                wanted.add_done_callback(self._notify)
+            wanted.needed = needed
+        if self._ends or is_ending():  # nobody may wait for what nobody does
+            self._fail(spec, wanted, CancelledError())
+            return wanted
+        self._add(_NEEDED if needed else _GUESSED, lambda: self._look(spec, wanted))
+        return wanted
+
+    def _notify(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _look(self, spec: Declaration, wanted: Wanted) -> None:
+        """Load a kernel that a bundle or the store has; else have it built."""
+        from cutlass_ops.compilation import lookup
+
+        if wanted.done():
+            return
+        try:
+            if spec not in self._building:
+                # Bundles have kernels of GEMMs alone.
+                bundled = self.session.part(Bundles).find(spec) if isinstance(spec, KernelSpec) else None
+                found = bundled or lookup.recalled(spec)
+                if found is not None:
+                    self._load(spec, wanted, found)
+                    return
+            wanted.looked.set()
+            building = self._build(spec, wanted.needed)
+        except Exception as exc:
+            self._fail(spec, wanted, exc)
+            return
+        if self._building.get(spec) is not building:
+            self._building[spec] = building
+            building.add_done_callback(lambda future: self._built(spec, wanted, future))
+
+    def _built(self, spec: Declaration, wanted: Wanted, building: Future[Artifact]) -> None:
+        error = CancelledError() if building.cancelled() else building.exception()
+        if error is not None:
+            self._fail(spec, wanted, error)
+            return
+        self._add(_NEEDED if wanted.needed else _GUESSED, lambda: self._load(spec, wanted, building.result()))
+
+    def _load(self, spec: Declaration, wanted: Wanted, found: Artifact) -> None:
+        if wanted.done():
+            return
+        try:
+            is_refused = wanted.load(found) is False
+        except Exception as exc:
+            _log.warning("cannot be loaded in the background: %s: %s", found.where, exc)
+            wanted.set_exception(exc)
+            return
+        if is_refused:
+            self._look(spec, wanted)
+        else:
+            wanted.set_result(found)
+
+    def _fail(self, spec: Declaration, wanted: Wanted, error: BaseException) -> None:
+        if wanted.done():
+            return
+        # Without a compiler all fail alike, and the op says so once.
+        level = logging.WARNING if isinstance(error, CompileError) else logging.INFO
+        _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, error)
+        if not isinstance(error, CompileError | ConfigError):
+            wanted.again_at = time.monotonic() + _AGAIN
+        wanted.set_exception(error)
+
+    def _built_apart(self, spec: Declaration, needed: bool) -> Future[Artifact]:
+        from cutlass_ops.compilation import lookup
+        from cutlass_ops.compilation.apart import Apart, Lost
+
+        found: Future[Artifact] = Future()
+        if not env.jit_enabled():  # nothing is compiled: a look into the stores needs no process
+            self._built_here(spec, found)
+            return found
+
+        def ended(key: Future[str]) -> None:
+            error = key.exception()
+            if isinstance(error, Lost) and not self._ends:
+                self._built_here(spec, found)
+            elif error is not None:
+                found.set_exception(error)
+            elif (built := lookup.with_key(spec, key.result())) is not None:
+                found.set_result(built)
+            else:  # it was removed since
+                self._built_here(spec, found)
+
+        self.session.part(Apart).submit(spec, urgent=needed).add_done_callback(ended)
+        return found
+
+    def _built_here(self, spec: Declaration, found: Future[Artifact]) -> None:
+        from cutlass_ops.compilation.builder import build_artifact
+
+        def build() -> None:
+            # On Linux a thread has a priority of its own, and the compilers that it starts inherit it.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                found.set_result(build_artifact(spec))
+            except BaseException as exc:
+                found.set_exception(exc)
+
+        if self._here is None:
+            self._here = ThreadPoolExecutor(env.jobs(), thread_name_prefix="cutlass_ops_builder")
+        self._here.submit(build)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Context in which threads that wait for the interpreter's lock have it sooner, also from another thread."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)

@@ -3,23 +3,31 @@
 nvcc compiles the device code. The host compiler compiles the host code directly;
 ``templates/include/cutlass_ops/halves.h`` explains how it reads CUDA. nvcc alone would compile them one after the other
 and take longer for the host code.
+
+Most of nvcc's time goes into headers and templates that kernels share. So several kernels can be compiled in one file,
+as far as PTX (:func:`compile_ptx`). From there each has its own machine code and its own library, with the same bytes
+as if it had been compiled alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 import shlex
+import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.base import env, resources, reuse
+from cutlass_ops.artifacts.entry import Compiled
+from cutlass_ops.base import env, resources, sass
 from cutlass_ops.base.arch import Target
 from cutlass_ops.base.errors import CompileError, ToolchainError
 from cutlass_ops.base.programs import Program
@@ -34,6 +42,8 @@ IMAGE = "cutlass_ops/image.S"  # in the folder of headers; embeds the device cod
 
 _DEVICE = "kernel.fatbin"  # the name in image.S
 _HOST = "kernel.o"
+_PTX = "kernels.ptx"
+PRECOMPILED = "inc/precompiled"
 
 # Maximum number of folders of CUDA headers, for the host compiler. nvcc finds its own.
 _CUDA_FOLDERS = 3
@@ -41,19 +51,34 @@ _CUDA_FOLDERS = 3
 # ptxas reports serialised wgmma and ignored setmaxnreg as mere information, but they make kernels several times slower.
 _SLOW_CODE = re.compile(r"^.*\(C75(?:08|10|14)\).*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(?:\b(?:error|fatal)\b[^:\n]{0,12}:|undefined reference|/ld: |No space left).*$", re.MULTILINE)
+# What the machine lacks is no fault of the kernel: it is tried again. The texts are those of LC_ALL=C.
+_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|File too large")
+_NO_MEANS = re.compile(
+    r"^.*(?:Cannot allocate memory|out of memory|memory exhausted|Memory allocation failure|bad_alloc"
+    r"|Resource temporarily unavailable|Too many open files|Read-only file system|Input/output error|Stale file handle"
+    r"|\bKilled\b|[Tt]erminated with signal|signal (?:1|2|7|9|15|24|25)\b).*$",
+    re.MULTILINE | re.IGNORECASE,
+)
+# Signals by which others end a program, or limits and full file systems do. The rest is a compiler's own crash.
+_SIGNALS = {getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "BUS", "KILL", "TERM", "XCPU", "XFSZ")}
+# Bytes that compilers may need in a folder: with less, what went wrong there was perhaps not even said.
+_NEEDED = 64 << 20
 _RESOURCES = re.compile(
     r"Function properties for (?P<function>\S+)\n"
     r"\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
     r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
 )
 _SHARED = re.compile(r"(\d+) bytes smem")
+_BODY = "\nnamespace {\n"  # begins what is one kernel's own in a source
+_KERNEL = re.compile(r"^CUTLASS_OPS_KERNEL\((\w+),", re.MULTILINE)
+_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 
 
 def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
     """Return the flags of the three steps for a target: ``"device"``, ``"host"`` and ``"link"``.
 
-    The flags are the same on every machine: they name folders through links that :func:`compile_kernel` makes beside
-    the source. So neither flags nor artifacts contain paths of this machine, and equal inputs give equal bytes.
+    They name folders through links that :func:`compile_kernel` makes beside the source. So neither flags nor artifacts
+    contain paths of this machine, and equal inputs give equal bytes.
     """
     common = (
         "-std=c++17",
@@ -78,6 +103,7 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
         ),
         "host": (
             "-xc++",
+            f"-I{PRECOMPILED}",  # g++ takes what is there in place of a header
             *common,
             *(f"-isysteminc/cuda{i}" for i in range(_CUDA_FOLDERS)),
             # A distribution has thousands of libraries: -Os makes a third less code than -O2, and the next two take
@@ -113,53 +139,113 @@ def compile_kernel(
     *,
     timeout: float = COMPILE_TIMEOUT,
     cancel: threading.Event | None = None,
+    precompiled: Path | None = None,
+    together: Together | None = None,
 ) -> Compiled:
     """Compile one rendered kernel into a shared library, and clear what ptxas must not have left in it.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder to work in. Beside the library it gets the log, the device and host code, ``tmp``, and the links ``inc``
-        and ``lib``, which are needed to run a printed command again.
-    source, library : str
-        File names of the source and the result in that folder.
-    target : Target
-        Machine-code target.
-    toolchain : Toolchain
-        From :func:`cutlass_ops.compilation.toolchain.find_toolchain`.
-    timeout : float
-        Seconds until the compilers are killed.
-    cancel : threading.Event, optional
-        Set it to end the compilers.
-
-    Raises
-    ------
-    CompileError
-        If a compiler fails, takes too long, or reports a severe loss of speed. The message has its first error and the
-        command.
-    CancelledError
-        If ``cancel`` was set.
-    ToolchainError
-        If a compiler cannot be started or was replaced meanwhile, or a shell would change the folder's path.
+    The folder gets the log, and the links ``inc`` and ``lib``, by which a printed command runs again. ``precompiled``
+    is a folder of headers, which need not exist; ``together`` has PTX in which the kernel is one of several.
     """
+    run = _prepared(folder, toolchain, timeout, cancel)
+    if precompiled is not None:
+        (folder / PRECOMPILED).symlink_to(precompiled)
+    flags = compile_flags(target)
+    nvcc, host = str(toolchain.nvcc), str(toolchain.host_compiler)
+    host_step = _Step((host, *flags["host"], "-o", _HOST, source), _HOST)
+    link_step = _Step((host, _HOST, f"inc/cutlass_ops/{IMAGE}", *flags["link"], "-o", library), library)
+    began = time.monotonic()
+    if together is None:
+        run(ptx_step(source, target, toolchain), host_step)
+    else:
+        if together.headers.result():
+            wait((together.ptx,))  # headers are there by then
+        with together.turn:
+            run(host_step)
+        (folder / _PTX).symlink_to(together.ptx.result())
+    own = own_functions(folder / _PTX, folder / source)
+    command = (nvcc, f"-ccbin={host}", *flags["device"], f"--entries={own}", "-o", _DEVICE, _PTX)
+    log = run(_Step(command, _DEVICE))
+    run(link_step)
+    built = (folder / library).read_bytes()
+    (folder / library).write_bytes(sass.mended(built))
+    if not toolchain.unchanged:
+        raise ToolchainError(f"{nvcc}, {host} or a part of them was replaced during the compilation: start again")
+    return Compiled(time.monotonic() - began, tuple(_resources_used(log)))
+
+
+@dataclass(frozen=True)
+class Together:
+    """What kernels share that are compiled in one file."""
+
+    ptx: Future[Path]  # the file from `compile_ptx`
+    headers: Future[bool]  # what `cutlass_ops.compilation.headers.make` returns
+    # Is held by the kernel whose host code is being compiled: one after the other, beside the device code.
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+def beginning(source: str) -> str:
+    """Return what a rendered source has before its own kernel: sources that begin alike can be compiled in one file."""
+    lines = source.partition(_BODY)[0].splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
+
+
+def joined(sources: Sequence[str]) -> str:
+    """Return one source of several with the same :func:`beginning`, for device code: each has a namespace."""
+    parts = [source.partition(_BODY) for source in sources]
+    bodies = [
+        f'\nnamespace kernel_{at} {{\n#line {head.count(chr(10)) + 2} "kernel.cu"{body}{rest}}}\n'
+        for at, (head, body, rest) in enumerate(parts)
+    ]
+    return "".join((beginning(sources[0]), *bodies))
+
+
+def compile_ptx(
+    folder: Path, sources: Sequence[str], target: Target, toolchain: Toolchain, cancel: threading.Event | None = None
+) -> Path:
+    """Compile the device code of several kernels in one file, and return the PTX."""
+    run = _prepared(folder, toolchain, COMPILE_TIMEOUT, cancel)
+    (folder / "kernel.cu").write_text(joined(sources), encoding="utf-8")
+    run(ptx_step("kernel.cu", target, toolchain))
+    return folder / _PTX
+
+
+def precompile(
+    folder: Path, header: str, target: Target, toolchain: Toolchain, cancel: threading.Event | None = None
+) -> Path:
+    """Precompile a header for the host compiler, in an empty folder, and return the file."""
+    run = _prepared(folder, toolchain, COMPILE_TIMEOUT, cancel)
+    (folder / "header.h").write_text(f'#include "{header}"\n')
+    command = (str(toolchain.host_compiler), *header_flags(target), "-o", "header.gch", "header.h")
+    run(_Step(command, "header.gch"))
+    return folder / "header.gch"
+
+
+def header_flags(target: Target) -> list[str]:
+    """Return the flags with which the host compiler precompiles a header."""
+    return ["-xc++-header" if flag == "-xc++" else flag for flag in compile_flags(target)["host"] if flag != "-c"]
+
+
+def _prepared(folder: Path, toolchain: Toolchain, timeout: float, cancel: threading.Event | None) -> _Run:
+    """Return what runs compilers in a folder."""
     # nvcc writes its working folder into shell commands.
     remedy = f"set {env.CACHE_DIR.name}, or for a worker TMPDIR, to another folder"
     require_literal(folder.absolute(), "the folder to compile in is", remedy)
     link_inputs(folder, toolchain)
-    flags = compile_flags(target)
-    nvcc, host = str(toolchain.nvcc), str(toolchain.host_compiler)
-    run = _Run(folder, toolchain.path, time.monotonic() + timeout, timeout, cancel)
-    device_step = _Step((nvcc, f"-ccbin={host}", *flags["device"], "-o", _DEVICE, source), _DEVICE)
-    host_step = _Step((host, *flags["host"], "-o", _HOST, source), _HOST)
-    link_step = _Step((host, _HOST, f"inc/cutlass_ops/{IMAGE}", *flags["link"], "-o", library), library)
-    began = time.monotonic()
-    log = run(device_step, host_step)
-    run(link_step)
-    built = (folder / library).read_bytes()
-    (folder / library).write_bytes(reuse.mended(built))
-    if not toolchain.unchanged:
-        raise ToolchainError(f"{nvcc}, {host} or a part of them was replaced during the compilation: start again")
-    return Compiled(time.monotonic() - began, tuple(_resources_used(log)))
+    return _Run(folder, toolchain.path, time.monotonic() + timeout, timeout, cancel)
+
+
+def ptx_step(source: str, target: Target, toolchain: Toolchain) -> _Step:
+    """Return the step that compiles a source's device code as far as PTX."""
+    flags = ("-ptx" if flag == "-fatbin" else flag for flag in compile_flags(target)["device"])
+    return _Step((str(toolchain.nvcc), f"-ccbin={toolchain.host_compiler}", *flags, "-o", _PTX, source), _PTX)
+
+
+def own_functions(ptx: Path, source: Path) -> str:
+    """Return the functions in PTX that are one source's own, and those of headers, as nvcc takes them."""
+    own = set(_KERNEL.findall(source.read_text(encoding="utf-8")))
+    there = _ENTRY.findall(ptx.read_text(encoding="utf-8", errors="replace"))
+    return ",".join(name for name in there if name in own or name.startswith("cutlass_ops_"))
 
 
 def link_inputs(folder: Path, toolchain: Toolchain) -> None:
@@ -221,6 +307,7 @@ class _Run:
         for step, program in running.items():
             reason = None if step in given_up else _failure(step, self.folder, said[step], program.status)
             if reason is not None:
+                _require_means(step, self.folder, said[step], program.status)
                 raise CompileError(
                     f"{reason}\n  command: cd {shlex.quote(str(self.folder))} && {shlex.join(step.command)}"
                 )
@@ -280,6 +367,25 @@ def _failure(step: _Step, folder: Path, log: str, status: int | None) -> str | N
         return match[0].strip()[:1000]
     last = log.strip().rpartition("\n")[2]
     return f"{step.program} failed with status {status}" + (f": {last[:1000]}" if last else " and no output")
+
+
+def _require_means(step: _Step, folder: Path, log: str, status: int | None) -> None:
+    """Check that a step did not fail for what this machine lacks at the moment."""
+    if _NO_SPACE.search(log):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    match = _NO_MEANS.search(log)
+    if match is not None or (status is not None and -status in _SIGNALS):
+        why = match[0].strip()[:1000] if match is not None else f"it was ended by signal {-(status or 0)}"
+        raise ToolchainError(
+            f"{step.program} could not run to its end: {why}. If memory is short, set {env.JOBS.name} to fewer kernels "
+            "at the same time"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, _NEEDED)
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _resources_used(log: str) -> Iterator[dict[str, str | int]]:

@@ -23,7 +23,7 @@ def can_compile() -> bool:
         return False
     path = search_path()
     try:
-        return bool(nvcc(path)) and bool(host_compiler(path))
+        return bool(nvccs(path)) and bool(host_compiler(path))
     except ToolchainError:
         return False
 
@@ -39,52 +39,34 @@ def search_path() -> str:
     return os.pathsep.join(folder for folder in folders if os.path.isabs(folder))
 
 
-def nvcc(path: str) -> tuple[Path, str]:
-    """Return nvcc, and where it was found: the name of a variable, ``"PATH"`` or ``"PyPI wheels"``.
-
-    Raises
-    ------
-    ToolchainError
-        If there is none. The message says what to install.
-    """
+def nvccs(path: str) -> tuple[tuple[Path, str], ...]:
+    """Return every nvcc in the order of search, each with where it is: a variable, ``"PATH"`` or ``"PyPI wheels"``."""
     named = env.nvcc()
     if named is not None:
         if not os.access(named, os.X_OK):
             raise ToolchainError(f"{env.NVCC.name} names {named}, which is not an executable file")
-        return named, env.NVCC.name
-    for name, home in env.cuda_homes():
-        if os.access(home / "bin" / "nvcc", os.X_OK):
-            return (home / "bin" / "nvcc").absolute(), name
-    on_path = shutil.which("nvcc", path=path)
-    if on_path is not None:
-        return Path(on_path), "PATH"
-    for folder in wheel_bins():
-        if os.access(folder / "nvcc", os.X_OK):
-            return folder / "nvcc", "PyPI wheels"
-    raise ToolchainError(
-        f"no CUDA compiler: {env.NVCC.name} is not set, CUDA_HOME and CUDA_PATH have no bin/nvcc, PATH has no nvcc, "
-        f"and the PyPI wheels are not installed. Install them with: {INSTALL}"
-    )
+        return ((named, env.NVCC.name),)
+    found = [((home / "bin" / "nvcc").absolute(), name) for name, home in env.cuda_homes()]
+    found += [(Path(folder, "nvcc"), "PATH") for folder in path.split(os.pathsep)]
+    found += [(folder / "nvcc", "PyPI wheels") for folder in wheel_bins()]
+    there = tuple((nvcc, source) for nvcc, source in found if shutil.which(nvcc) is not None)
+    if not there:
+        raise ToolchainError(
+            f"no CUDA compiler: {env.NVCC.name} is not set, CUDA_HOME and CUDA_PATH have no bin/nvcc, PATH has none, "
+            f"and the PyPI wheels are not installed. Install them with: {INSTALL}"
+        )
+    return there
 
 
 def wheel_bins() -> Iterator[Path]:
-    """Yield the folders of programs in NVIDIA's wheels, newest CUDA first.
-
-    All of `sys.path` is searched: the import system may see only one of several `nvidia` folders.
-    """
+    """Yield the folders of programs in NVIDIA's wheels, newest CUDA first."""
     for root in sys.path:
         if os.path.isabs(root):
             yield from sorted(Path(root).glob("nvidia/cu[0-9]*/bin"), reverse=True)
 
 
 def host_compiler(path: str) -> Path:
-    """Return the C++ compiler.
-
-    Raises
-    ------
-    ToolchainError
-        If there is none. The message says what to install.
-    """
+    """Return the C++ compiler."""
     named = env.host_compiler()
     command = "g++" if named is None else os.path.join(named, "g++") if os.path.isdir(named) else named
     found = shutil.which(command, path=path)

@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Executor, Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import LIBRARY, SOURCE
+from cutlass_ops.artifacts.entry import LIBRARY, SOURCE, Compiled
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, ToolchainError
 from cutlass_ops.compilation.compiler import compile_kernel
-from cutlass_ops.compilation.identity import kernel_identity
+from cutlass_ops.compilation.identity import Identity, kernel_identity
 from cutlass_ops.compilation.toolchain import find_toolchain
-from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
+from cutlass_ops.declare.quantizing import declaration_from_json
 
 _POLL = 0.05  # seconds
 _NAMED = 10  # maximum number of kernels named in an error
@@ -30,32 +28,10 @@ _NAMED = 10  # maximum number of kernels named in an error
 _log = logging.getLogger("cutlass_ops")
 
 
-@dataclass(frozen=True)
-class Product:
-    """A compiled kernel: the bytes of its library, and the compiler's report."""
+def compile_source(declaration: Mapping[str, Any], source: str, identity: Mapping[str, Any]) -> tuple[bytes, Compiled]:
+    """Compile one kernel with this machine's compilers, from the parts of its identity in the process that asks.
 
-    library: bytes
-    compiled: Compiled
-
-
-def compile_source(declaration: Mapping[str, Any], source: str, identity: Mapping[str, Any]) -> Product:
-    """Compile one kernel with this machine's compilers.
-
-    Parameters
-    ----------
-    declaration : mapping
-        The specification, as JSON values.
-    source : str
-        Its rendered source.
-    identity : mapping
-        The result of :func:`cutlass_ops.compilation.identity.kernel_identity` in the requesting process.
-
-    Raises
-    ------
-    ToolchainError
-        If this machine has another identity: other compilers, headers or another version of this library.
-    CompileError
-        If the compiler rejects the source.
+    Return the library and the compiler's report.
     """
     spec, toolchain = declaration_from_json(declaration), find_toolchain()
     here = kernel_identity(spec, source, toolchain)
@@ -73,50 +49,27 @@ def compile_source(declaration: Mapping[str, Any], source: str, identity: Mappin
         except CompileError as exc:
             # Drop the command: its folder will be removed.
             raise CompileError(str(exc).partition("\n  command: ")[0]) from None
-        return Product((place / LIBRARY).read_bytes(), compiled)
+        return (place / LIBRARY).read_bytes(), compiled
 
 
 class Elsewhere:
-    """An executor that compiles kernels for several threads, with a timeout on the time since its last result.
-
-    Parameters
-    ----------
-    executor : concurrent.futures.Executor
-        Any executor. Only its futures are relied on.
-    """
+    """An executor that compiles kernels for several threads, with a timeout on the time since its last result."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._limit = env.executor_timeout()
         self._last = time.monotonic()
-        self._left: dict[Future[Product], str] = {}
+        self._left: dict[Future[tuple[bytes, Compiled]], str] = {}
 
-    def compile(
-        self, spec: Declaration, source: str, identity: Mapping[str, Any], cancel: threading.Event | None
-    ) -> Product | None:
-        """Compile one kernel on the executor; return None if the executor lost it or takes no more jobs.
-
-        Parameters
-        ----------
-        spec, source, identity
-            As for :func:`compile_source`.
-        cancel : threading.Event, optional
-            Set it to stop waiting.
-
-        Raises
-        ------
-        ToolchainError, CompileError
-            As for :func:`compile_source`; ToolchainError also if the executor returned nothing for too long.
-        CancelledError
-            If ``cancel`` was set.
-        """
-        began = time.monotonic()
+    def compile(self, what: Identity, cancel: threading.Event | None) -> tuple[bytes, Compiled] | None:
+        """Compile one kernel on the executor; return None if the executor lost it or takes no more jobs."""
+        began, slug = time.monotonic(), what.spec.slug
         try:
-            future = self._executor.submit(compile_source, spec.to_json(), source, dict(identity))
+            future = self._executor.submit(compile_source, what.spec.to_json(), what.source, dict(what.parts))
         except Exception as exc:
-            _log.warning("compiling %s locally: the executor takes no more jobs: %r", spec.slug, exc)
+            _log.warning("compiling %s locally: the executor takes no more jobs: %r", slug, exc)
             return None
-        self._left[future] = spec.slug
+        self._left[future] = slug
         # Poll: wait() alone never returns for a future that the executor cancelled on shutdown.
         while not future.done():
             if cancel is not None and cancel.is_set():
@@ -128,7 +81,14 @@ class Elsewhere:
             wait([future], timeout=_POLL)
         self._last = time.monotonic()
         del self._left[future]
-        return _result(future, spec)
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, CutlassOpsError):
+            raise error
+        if error is None and not future.cancelled():
+            return future.result()
+        # A worker died or was told to stop, or all workers are gone.
+        _log.warning("compiling %s locally: the executor %s", slug, f"lost it: {error!r}" if error else "cancelled it")
+        return None
 
     def _late(self) -> str:
         names = sorted(self._left.values())
@@ -138,17 +98,3 @@ class Elsewhere:
             f"{', '.join(names[:_NAMED])}{others}. Check that its workers are running, or set "
             f"{env.EXECUTOR_TIMEOUT.name} to more seconds"
         )
-
-
-def _result(future: Future[Product], spec: Declaration) -> Product | None:
-    if future.cancelled():
-        _log.warning("compiling %s locally: the executor cancelled it", spec.slug)
-        return None
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, CutlassOpsError):
-        raise error
-    # A worker died or was told to stop, or all workers are gone.
-    _log.warning("compiling %s locally: the executor lost it: %r", spec.slug, error)
-    return None

@@ -41,58 +41,28 @@ _NOT_BARE = re.compile(r"[^\w@%+=:,./\x80-\U0010ffff-]", re.ASCII)
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compilers, headers and libraries that build kernels.
+    """The compilers, headers and libraries that build kernels."""
 
-    Attributes
-    ----------
-    nvcc : Path
-        The CUDA compiler.
-    source : str
-        Where it was found: the name of a variable, ``"PATH"`` or ``"PyPI wheels"``.
-    nvcc_version : str
-        For example ``"13.0.88"``.
-    include_dirs, lib_dirs : tuple of Path
-        Folders of CUDA's headers and libraries.
-    cudart : Path or None
-        The shared CUDA runtime to link with; None leaves it to the linker's search.
-    host_compiler : Path
-        The C++ compiler.
-    host_version : str
-        First line of the output of its ``--version``.
-    nvcc_digest, host_digest : str
-        Digests of each compiler's programs, which may come from several packages or folders.
-    parts : tuple of (Path, tuple of int)
-        The digested files, or names on PATH, each with a stamp that shows whether it changed.
-    path : str
-        The ``PATH`` that the compilers are found in and run with.
-    cutlass_dir : Path
-        Folder with CUTLASS's ``include`` and ``tools``.
-    cutlass_version : str
-        From ``cutlass/version.h``, with a digest of the headers if the user named the folder.
-    tvm_ffi_dir : Path
-        Installed package ``tvm_ffi``, which has ``include`` and ``lib``.
-    tvm_ffi_version : str
-        Its version.
-    cuobjdump, nvdisasm : Path or None
-        Disassemblers, if installed. Only inspection uses them.
-    """
-
-    nvcc: Path
-    source: str
-    nvcc_version: str
+    nvcc: Path  # the CUDA compiler
+    source: str  # where it was found: the name of a variable, `"PATH"` or `"PyPI wheels"`
+    nvcc_version: str  # for example `"13.0.88"`
+    # Folders of CUDA's headers and libraries.
     include_dirs: tuple[Path, ...]
     lib_dirs: tuple[Path, ...]
-    cudart: Path | None
-    host_compiler: Path
-    host_version: str
+    cudart: Path | None  # the shared CUDA runtime to link with; None leaves it to the linker's search
+    host_compiler: Path  # the C++ compiler
+    host_version: str  # first line of the output of its `--version`
+    # Digests of each compiler's programs, which may come from several packages or folders.
     nvcc_digest: str
     host_digest: str
+    # The digested files, or names on PATH, each with a stamp that shows whether it changed.
     parts: tuple[tuple[Path, tuple[int, ...]], ...]
-    path: str
-    cutlass_dir: Path
-    cutlass_version: str
-    tvm_ffi_dir: Path
-    tvm_ffi_version: str
+    path: str  # the `PATH` that the compilers are found in and run with
+    cutlass_dir: Path  # folder with CUTLASS's `include` and `tools`
+    cutlass_version: str  # from `cutlass/version.h`, with a digest of the headers if the user named the folder
+    tvm_ffi_dir: Path  # installed package `tvm_ffi`, which has `include` and `lib`
+    tvm_ffi_version: str  # its version
+    # Disassemblers, if installed. Only inspection uses them.
     cuobjdump: Path | None
     nvdisasm: Path | None
 
@@ -113,32 +83,23 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Find the compilers, headers and libraries.
-
-    nvcc is the first of: ``CUTLASS_OPS_NVCC``; ``bin/nvcc`` in ``CUDA_HOME``, then in ``CUDA_PATH``; the one on PATH;
-    the one from the PyPI wheels. The result is cached as long as these are unchanged.
-
-    Raises
-    ------
-    ToolchainError
-        If a part is missing or unusable. The message says what to install or set.
-    """
+    """Find the compilers, headers and libraries. A compiler that cannot be used gives way to the next one."""
     if arch.other_platform():
         raise ToolchainError(arch.other_platform())
     path = finding.search_path()
-    nvcc, source = finding.nvcc(path)
-    inputs = (nvcc, source, finding.host_compiler(path), env.cutlass_dir(), path)
-    found = _examine(*inputs)
-    if not found.unchanged:
-        # A compiler was replaced under the same name.
-        _examine.cache_clear()
-        found = _examine(*inputs)
-    return found
-
-
-def is_known() -> bool:
-    """Whether compilers were examined already, which takes up to a second: programs are started for it."""
-    return _examine.has_any()
+    nvccs, host, cutlass = finding.nvccs(path), finding.host_compiler(path), env.cutlass_dir()
+    refused = []
+    for nvcc, source in nvccs:
+        try:
+            found = _examine(nvcc, source, host, cutlass, path)
+            if found.unchanged:
+                return found
+            # A compiler was replaced under the same name.
+            _examine.cache_clear()
+            return _examine(nvcc, source, host, cutlass, path)
+        except ToolchainError as exc:  # noqa: PERF203
+            refused.append(exc)
+    raise refused[0]
 
 
 @cached(maxsize=8)
@@ -162,18 +123,19 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
         require_literal(folder / "x", f"a folder of {nvcc} is", f"name another nvcc in {env.NVCC.name}")
     include_dirs = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), top / "include")
     lib_dirs = _folders(settings, ("LIBRARIES",), top / "lib64", top / "lib")
-    # Linux distributions install CUDA's headers in /usr/include.
+    places = (*include_dirs, Path("/usr/include"))  # where Linux distributions install CUDA's headers
     for header in ("cuda_runtime.h", "nv/target"):
-        if not any((folder / header).is_file() for folder in (*include_dirs, Path("/usr/include"))):
+        if not any((folder / header).is_file() for folder in places):
             hint = f"Install a complete set with: {finding.INSTALL}"
             raise ToolchainError(f"{nvcc} lacks the CUDA header {header}. {hint}")
     cutlass_dir, cutlass_version = _find_cutlass(cutlass)
     tvm_ffi_dir, tvm_ffi_version = _find_tvm_ffi()
-    cudart = _find_cudart(lib_dirs)
+    # Wheels have only the versioned name, which -lcudart does not find.
+    cudart = next((library for folder in lib_dirs for library in sorted(folder.glob("libcudart.so*"))), None)
     host_version = _host_version(host, ask)
-    nvcc_parts = [nvcc, *_nvcc_parts(nvcc, settings, top, ask.path), *_cuda_versions(include_dirs)]
-    if cudart is not None:
-        nvcc_parts.append(cudart)
+    versions = (next(filter(Path.is_file, (folder / header for folder in places)), None) for header in _CUDA_VERSIONS)
+    found = (*_nvcc_parts(nvcc, settings, top, ask.path), *versions, cudart)
+    nvcc_parts = [nvcc, *(part for part in found if part is not None)]
     host_parts = [host, *_host_parts(host, ask)]
     # Take the stamps before reading the files: a change in between is then noticed the next time.
     parts = tuple((part, _stamp(part, ask.path)) for part in (*nvcc_parts, *host_parts))
@@ -200,22 +162,8 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
 
 
 def require_literal(path: Path, what: str, remedy: str) -> None:
-    """Check that a shell would not change a path: nvcc runs its parts through a shell.
-
-    nvcc quotes folders with double quotes, and does not quote the host compiler's name.
-
-    Parameters
-    ----------
-    path : Path
-        The path.
-    what, remedy : str
-        Start and end of the message: what the path is, and what to do.
-
-    Raises
-    ------
-    ToolchainError
-        If the path has a special character. The message names it.
-    """
+    """Check that a shell would not change a path: nvcc runs its parts through a shell."""
+    # nvcc quotes folders with double quotes, and does not quote the host compiler's name.
     found = _NOT_LITERAL.search(str(path)) or _NOT_BARE.search(path.name)
     if found is not None:
         raise ToolchainError(
@@ -263,12 +211,6 @@ def _nvcc_parts(nvcc: Path, settings: Mapping[str, str], top: Path, path: str) -
             yield part
 
 
-def _cuda_versions(include_dirs: Sequence[Path]) -> Iterator[Path]:
-    for header in _CUDA_VERSIONS:
-        found = (folder / header for folder in (*include_dirs, Path("/usr/include")) if (folder / header).is_file())
-        yield from list(found)[:1]
-
-
 def _located(part: Path, path: str) -> Path | None:
     found = part if part.is_absolute() else shutil.which(part, path=path)
     return None if found is None else Path(found)
@@ -287,9 +229,8 @@ def _stamp(part: Path, path: str) -> tuple[int, ...]:
 def _digest(parts: Iterable[Path], path: str) -> str:
     """Return a digest of the programs' contents, without paths and times, which differ between machines.
 
-    Of large files, only the size and both ends are hashed: cc1plus, cicc and ptxas have up to 200 MB and would take
-    longer to read than everything else before a compilation. Another build has another size or other ends. Scripts, and
-    programs that PATH can replace, are small and hashed completely.
+    Large files are hashed by size and both ends: cc1plus, cicc and ptxas have up to 200 MB. Another build has another
+    size or other ends. Scripts, and programs that PATH can replace, are small and hashed completely.
     """
     digest = hashlib.sha256()
     for where in (_located(part, path) for part in parts):
@@ -335,12 +276,6 @@ def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> 
     given = (*_named(settings, names), *more)
     found = (folder.resolve() for folder in given if folder.is_dir() and folder.name != "stubs")
     return tuple(dict.fromkeys(found))
-
-
-def _find_cudart(lib_dirs: Sequence[Path]) -> Path | None:
-    # Wheels have only the versioned name, which -lcudart does not find.
-    found = (library for folder in lib_dirs for library in sorted(folder.glob("libcudart.so*")))
-    return next(found, None)
 
 
 def _find_cutlass(named: Path | None) -> tuple[Path, str]:
@@ -407,12 +342,6 @@ class _Ask:
 
 
 def environment(path: str) -> dict[str, str]:
-    """Return the complete environment for compilers. Any other variable might change the machine code.
-
-    Parameters
-    ----------
-    path : str
-        :attr:`Toolchain.path`.
-    """
+    """Return the complete environment for compilers. Any other variable might change the machine code."""
     # TMPDIR is relative: nvcc expands it in a shell, and a relative path does not depend on this machine.
     return {"PATH": path, "TMPDIR": TEMPORARY, "LC_ALL": "C"}

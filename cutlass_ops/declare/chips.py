@@ -16,30 +16,14 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class Chip:
-    """One GPU.
+    """One GPU."""
 
-    Attributes
-    ----------
-    name : str
-        The driver's name.
-    capability : tuple of int
-        Compute capability. :data:`cutlass_ops.base.arch.TARGETS` has its common properties.
-    multiprocessors : int
-        Number of enabled multiprocessors.
-    tflops : float
-        Dense TFLOP/s of the Tensor Cores for FP16 and BF16, accumulated in FP32, at the highest clock.
-    gb_per_s : float
-        GB/s of device memory.
-    l2_bytes : int
-        Bytes of the L2 cache.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    tflops: float
-    gb_per_s: float
-    l2_bytes: int
+    name: str  # the driver's name
+    capability: tuple[int, int]  # compute capability. :data:`cutlass_ops.base.arch.TARGETS` has its common properties.
+    multiprocessors: int  # number of enabled multiprocessors
+    tflops: float  # dense TFLOP/s of the Tensor Cores for FP16 and BF16, accumulated in FP32, at the highest clock
+    gb_per_s: float  # GB/s of device memory
+    l2_bytes: int  # bytes of the L2 cache
 
     @property
     def device(self) -> Device:
@@ -70,18 +54,10 @@ OF_FP8 = CHIPS["NVIDIA H200"]
 
 
 class Peaks(NamedTuple):
-    """A chip's peaks relative to those of the usual one.
+    """A chip's peaks relative to those of the usual one."""
 
-    Attributes
-    ----------
-    products : float
-        Of the Tensor Cores of one multiprocessor.
-    memory : float
-        Of device memory.
-    """
-
-    products: float
-    memory: float
+    products: float  # of the Tensor Cores of one multiprocessor
+    memory: float  # of device memory
 
 
 def peaks_of(name: str) -> Peaks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
@@ -12,7 +13,7 @@ from cutlass_ops.epilogue.graph import Expression
 from cutlass_ops.epilogue.operations import UNIFORM
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # one object of each, so that comparisons are quick
 class Form:
     """One form: it decides the code of a kernel, and what a problem's count means.
 
@@ -48,12 +49,7 @@ class Form:
     def of(cls, given: object) -> Form:
         """Return a form of :data:`FORMS`, given itself or by name.
 
-        Raises
-        ------
-        TypeError
-            If it is neither a form nor a text.
-        ConfigError
-            If there is no such form.
+        Raises TypeError if it is neither a form nor a text. Raises ConfigError if there is no such form.
         """
         name = given.name if isinstance(given, Form) else given
         if not isinstance(name, str):
@@ -68,6 +64,9 @@ class Form:
         if self.several or problem.count == 1:
             return None
         return f"problem {problem} has {problem.count} GEMMs, and the form {self.name} has one: {self.count}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
 
     def __str__(self) -> str:
         return self.name
@@ -99,6 +98,10 @@ MASKED = Form(
 )
 # Every form of kernels is a row here. The kinds of kernels say which of them they serve.
 FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED, RAGGED_K)}
+
+
+def _named(name: str) -> Form:
+    return MASKED if name == MASKED.name else FORMS[name]
 
 
 def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:

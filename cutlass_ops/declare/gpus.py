@@ -22,19 +22,7 @@ _CAPABILITIES = {target.rstrip("a"): gpu for target, gpu in BY_TARGET.items()}
 
 
 def gpu_named(text: str) -> Device:
-    """Return the GPU that a text names.
-
-    Parameters
-    ----------
-    text : str
-        Whole words of the driver's name such as ``"H200"``, or a compute capability such as ``"sm_90"`` or ``"8.6"``,
-        which stands for one GPU. If several names match, an exact match or else the first one is returned.
-
-    Raises
-    ------
-    ConfigError
-        If it names none. The message lists the known names.
-    """
+    """Return the GPU that a text names. Raises ConfigError if it names none. The message lists the known names."""
     wanted = " ".join(re.split(r"[\s_-]+", text.strip().lower()))
     number = re.fullmatch(r"(?:sm ?|compute ?)?([0-9])\.?([0-9])a?", wanted)
     if number and f"sm_{number[1]}{number[2]}" in _CAPABILITIES:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.whole import plain_field
+from cutlass_ops.base.frozen import plain_field
 
 Raster = Literal["heuristic", "along_m", "along_n"]
 SWIZZLES = (1, 2, 4, 8)

@@ -17,24 +17,12 @@ from cutlass_ops.epilogue.nodes import Kind
 
 @dataclass(frozen=True)
 class Side:
-    """A or B as one side of the kernel's tile.
+    """A or B as one side of the kernel's tile."""
 
-    Attributes
-    ----------
-    name : str
-        ``"a"`` or ``"b"``: the operand's name in the spec.
-    side : str
-        ``"m"`` or ``"n"``: the operand's dimension besides K.
-    k_major : bool
-        Whether neighbours along K are adjacent in the memory from which the kernel loads its tiles.
-    extent : int
-        The tile's extent along that side, in elements.
-    """
-
-    name: str
-    side: Literal["m", "n"]
-    k_major: bool
-    extent: int
+    name: str  # ``"a"`` or ``"b"``: the operand's name in the spec
+    side: Literal["m", "n"]  # ``"m"`` or ``"n"``: the operand's dimension besides K
+    k_major: bool  # whether neighbours along K are adjacent in the memory from which the kernel loads its tiles
+    extent: int  # the tile's extent along that side, in elements
 
 
 def swapped(spec: KernelSpec) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.whole import plain
+from cutlass_ops.base.frozen import plain
 
 MOST_EXTENT = 1 << 40
 # Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
@@ -32,13 +32,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, given: object) -> Problem:
-        """Return the problem that a user means by (M, N, K).
-
-        Raises
-        ------
-        ValueError
-            If it is not three positive integers.
-        """
+        """Return the problem that a user means by (M, N, K). Raises ValueError if it is not three positive integers."""
         lengths = (3, 4) if isinstance(given, Problem) else (3,)
         extents = [plain(x) for x in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
         if len(extents) not in lengths or not all(_is_extent(x) for x in extents):
@@ -57,8 +51,8 @@ class Problem(NamedTuple):
         """Multiplications and additions."""
         return 2 * self.m * self.n * self.k * self.count
 
-    def bytes(self, a: int, b: int, d: int) -> int:
-        """Return the bytes of all A, B and D together, given the width of an element of each."""
+    def bytes(self, a: float, b: float, d: float) -> float:
+        """Return the bytes of all A, B and D together, given the bytes of an element of each."""
         return (self.m * self.k * a + self.k * self.n * b + self.m * self.n * d) * self.count
 
     def __str__(self) -> str:
@@ -71,13 +65,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def from_json(cls, data: object) -> Problem:
-        """Rebuild a problem from :meth:`to_json`'s value.
-
-        Raises
-        ------
-        ConfigError
-            If it is none, or larger than any memory.
-        """
+        """Rebuild a problem from :meth:`to_json`'s value."""
         values = checked_json.sequence(data, "problem")
         if len(values) not in (3, 4):
             raise ConfigError(f"problem has {len(values)} extents: it has M, N and K, and may have a count")

@@ -11,7 +11,7 @@ from typing import Any
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.dtypes import FP8, READ, DType, dtype
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.hashed import hashed_once
+from cutlass_ops.base.frozen import hashed_once
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -65,13 +65,7 @@ class QuantizeSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantizeSpec:
-        """Rebuild a spec from :meth:`to_json`'s value.
-
-        Raises
-        ------
-        ConfigError
-            If it is anything else.
-        """
+        """Rebuild a spec from :meth:`to_json`'s value. Raises ConfigError if it is anything else."""
         of = data.get(_FIELD)
         if set(data) != {_FIELD, "target"} or not isinstance(of, Mapping) or set(of) != {"x", "d", "block"}:
             raise ConfigError(f"a spec of a quantisation has the fields {_FIELD}, of x, d and block, and target")
@@ -93,13 +87,7 @@ Declaration = KernelSpec | QuantizeSpec
 
 
 def declaration_from_json(data: Mapping[str, Any]) -> Declaration:
-    """Rebuild a declaration from its ``to_json``.
-
-    Raises
-    ------
-    ConfigError
-        If it is none.
-    """
+    """Rebuild a declaration from its ``to_json``. Raises ConfigError if it is none."""
     if isinstance(data, Mapping) and _FIELD in data:
         return QuantizeSpec.from_json(data)
     return KernelSpec.from_json(data)

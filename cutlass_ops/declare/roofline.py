@@ -13,21 +13,11 @@ _LAUNCH = 2.1
 
 @dataclass(frozen=True)
 class Roofline:
-    """Lower bounds of a problem's time for any kernel, in microseconds.
+    """Lower bounds of a problem's time for any kernel, in microseconds."""
 
-    Attributes
-    ----------
-    compute : float
-        The products at the Tensor Cores' peak.
-    memory : float
-        All operands and D once through device memory, at its peak.
-    launch : float
-        The time from one kernel to the next.
-    """
-
-    compute: float
-    memory: float
-    launch: float = _LAUNCH
+    compute: float  # the products at the Tensor Cores' peak
+    memory: float  # all operands and D once through device memory, at its peak
+    launch: float = _LAUNCH  # the time from one kernel to the next
 
     @property
     def bound(self) -> str:
@@ -36,17 +26,5 @@ class Roofline:
 
 
 def roofline(problem: Problem, moved_bytes: float, chip: Chip, rate: float = 1.0) -> Roofline:
-    """Return the lower bounds of a problem's time.
-
-    Parameters
-    ----------
-    problem : Problem
-        With the columns of all weights.
-    moved_bytes : float
-        Bytes of all operands, inputs and outputs.
-    chip : Chip
-        The chip, with its peaks.
-    rate : float
-        Peak throughput of the operands' types relative to BF16.
-    """
+    """Return the lower bounds of a problem's time."""
     return Roofline(problem.flops / (rate * chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))

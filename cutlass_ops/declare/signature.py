@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.hashed import hashed_once
-from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.base.frozen import hashed_once
+from cutlass_ops.declare.config import CONFIGS, Config, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand, copied, loaded
@@ -17,34 +17,25 @@ from cutlass_ops.epilogue.graph import Graph
 
 
 @functools.cache
-def _any_config() -> Sm90Config:
-    return Sm90Config(ThreadblockShape(128, 128, 64))
+def _any_config() -> Config:
+    """Return some configuration, where a signature needs one and it does not matter which."""
+    return next(cls() for cls in CONFIGS.values() if all(f.default is not MISSING for f in fields(cast(type, cls))))
 
 
 @hashed_once
 @dataclass(frozen=True)
 class OpSignature:
-    """What a call asks for: the epilogue and the type of every operand, without a configuration.
+    """What a call asks for: the epilogue and the type of every operand, without a configuration."""
 
-    Attributes
-    ----------
-    epilogue : Graph
-        The traced epilogue.
-    a, b, d : Operand
-        Types of A, B and D.
-    inputs, outputs : tuple of Operand
-        Types of the epilogue's inputs and outputs besides D, in order.
-    form : Form
-        How the GEMMs of one call belong together.
-    """
-
-    epilogue: Graph
+    epilogue: Graph  # the traced epilogue
+    # Types of A, B and D
     a: Operand
     b: Operand
     d: Operand
+    # Types of the epilogue's inputs and outputs besides D, in order
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    form: Form = DENSE
+    form: Form = DENSE  # how the GEMMs of one call belong together
 
     @classmethod
     def of(cls, spec: KernelSpec) -> OpSignature:
@@ -63,7 +54,7 @@ class OpSignature:
 
     @property
     def realigns(self) -> bool:
-        """Whether A or B must be copied before a kernel of ``wgmma`` can multiply it."""
+        """Whether A or B must be copied before a kernel that loads by TMA can multiply it."""
         return any(copied(self.a, self.b))
 
     @property
@@ -103,13 +94,7 @@ def signature_to_json(signature: OpSignature) -> dict[str, Any]:
 
 
 def signature_from_json(data: object) -> OpSignature:
-    """Rebuild a signature from :func:`signature_to_json`'s value.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a signature.
-    """
+    """Rebuild a signature from :func:`signature_to_json`'s value. Raises ConfigError if it is not a signature."""
     if not isinstance(data, dict):
         raise ConfigError(f"signature must be an object, not {type(data).__name__}")
     if data.keys() & {"config", "target"}:

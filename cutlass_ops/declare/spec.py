@@ -29,10 +29,9 @@ from cutlass_ops.base.dtypes import (
     i64,
 )
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.hashed import KEPT_HASH, hashed_once
+from cutlass_ops.base.frozen import KEPT_HASH, hashed_once, plain_field
 from cutlass_ops.base.mma import mma_of
-from cutlass_ops.base.whole import plain_field
-from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import CONFIGS, Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
@@ -135,7 +134,7 @@ class Operand:
     @property
     def aligned(self) -> bool:
         """Whether TMA can address the operand."""
-        return self.alignment * self.dtype.bytes >= arch.TMA_ALIGNMENT_BYTES
+        return self.dtype.bytes_of(self.alignment) >= arch.TMA_ALIGNMENT_BYTES
 
     @property
     def transposed(self) -> Operand:
@@ -158,24 +157,27 @@ def _is_block(value: object) -> bool:
 
 
 def copied(a: Operand, b: Operand) -> tuple[bool, bool]:
-    """Return whether A, and whether B, must be copied before a kernel of ``wgmma`` can multiply them.
+    """Return whether A, and whether B, must be copied before a kernel that loads by TMA can multiply them.
 
     That is an operand that does not begin, with all its lines, at multiples of 16 bytes, as TMA needs; and one whose
     lines do not lie along K, of types that the instruction reads along K only. Copies are aligned, and of such types
     lie along K.
     """
-    mma = mma_of(a.dtype, b.dtype)
-    only = mma is not None and mma.wgmma_k_major_only
+    only = _along_k(a, b)
     return not a.aligned or (only and a.major != "row"), not b.aligned or (only and b.major != "col")
+
+
+def _along_k(a: Operand, b: Operand) -> bool:
+    mma = mma_of(a.dtype, b.dtype)
+    unit = None if mma is None else mma.by_tma
+    return unit is not None and unit.k_major_only
 
 
 def loaded(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     """Return A and B as TMA loads them: as they are, or their copies."""
-    mma = mma_of(a.dtype, b.dtype)
-    only = mma is not None and mma.wgmma_k_major_only
     pairs = zip((a, b), copied(a, b), strict=True)
     of_a, of_b = (replace(x, alignment=x.dtype.tma_alignment) if is_copied else x for x, is_copied in pairs)
-    return (replace(of_a, major="row"), replace(of_b, major="col")) if only else (of_a, of_b)
+    return (replace(of_a, major="row"), replace(of_b, major="col")) if _along_k(a, b) else (of_a, of_b)
 
 
 class HasGraph(Protocol):
@@ -218,8 +220,8 @@ class KernelSpec:
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
         Function of the FP32 accumulator and the inputs.
-    config : Sm80Config, Sm90Config, GemvConfig, SmallConfig or PointwiseConfig
-        Tile shapes and schedule.
+    config : Config
+        Tile shapes and schedule, such as an :class:`Sm90Config`.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and further outputs, by name. By default, inputs have D's dtype (a scalar FP32, a
         product B's type), further tiles D's type, and reductions FP32. Inputs are never FP8 or integers: with such a D,
@@ -411,30 +413,18 @@ class KernelSpec:
         """The outputs after D with their types."""
         return tuple(zip(self.epilogue.outputs[1:], self.outputs, strict=True))
 
-    @property
-    def sm90(self) -> Sm90Config | None:
-        """The configuration if it is an Sm90 one."""
-        return self.config if isinstance(self.config, Sm90Config) else None
-
-    @property
-    def sm80(self) -> Sm80Config | None:
-        """The configuration if it is an Sm80 one."""
-        return self.config if isinstance(self.config, Sm80Config) else None
-
 
 def _of_config(config: Config, target: str | None, order: TileOrder | None) -> dict[str, Any]:
     """Return the fields that depend on the configuration."""
     if not isinstance(config, Config):
-        raise TypeError(
-            "config must be an Sm90Config, an Sm80Config, a GemvConfig, a SmallConfig or a PointwiseConfig, not "
-            f"{reprlib.repr(config)}"
-        )
+        known = ", ".join(sorted(cls.__name__ for cls in CONFIGS.values()))
+        raise TypeError(f"config must be one of {known}, not {reprlib.repr(config)}")
     name = arch.target(config.default_target if target is None else target).name
     return {"config": config, "target": name, "order": _order(config, order)}
 
 
 def _order(config: Config, given: TileOrder | None) -> TileOrder:
-    order = config.given_order if given is None else given
+    order = USUAL_ORDER if given is None else given
     if not isinstance(order, TileOrder):
         raise TypeError(f"order must be a TileOrder, not {reprlib.repr(order)}")
     refusal = config.refuses(order)

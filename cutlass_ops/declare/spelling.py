@@ -54,20 +54,7 @@ _MAJORS: dict[str, Major] = {
 
 
 def problems_of(texts: str | Iterable[str]) -> list[Problem]:
-    """Return the problems of texts such as ``"1,16x4096x4096"``: every combination of listed extents.
-
-    Parameters
-    ----------
-    texts : str or iterable of str
-        Extents are separated by ``x``, ``X``, ``*`` or ``×``, or named, as in ``"M=1,16 N=4096 K=4096"``. ``"(512,
-        4096, 4096)"`` also works. Spaces around separators are ignored, so the words of a command line are accepted.
-        Problems may be listed with commas too, as in ``"16x4096x4096,8192x8192x8192"``.
-
-    Raises
-    ------
-    ConfigError
-        If a text has another form, or stands for too large or too many problems.
-    """
+    """Return the problems of texts such as ``"1,16x4096x4096"``: every combination of listed extents."""
     whole = texts if isinstance(texts, str) else " ".join(texts)
     if not whole.strip():
         _refuse(whole, "a problem size", "it is empty", _PROBLEM)
@@ -84,13 +71,7 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
 
 
 def problem_of(texts: Sequence[str]) -> Problem:
-    """Return the only problem of some words.
-
-    Raises
-    ------
-    ConfigError
-        As for :func:`problems_of`, and if there are several.
-    """
+    """Return the only problem of some words."""
     problems = problems_of(texts)
     if len(problems) != 1:
         raise ConfigError(f"an op runs at one problem here, not at {len(problems)}: give one MxNxK")
@@ -98,13 +79,7 @@ def problem_of(texts: Sequence[str]) -> Problem:
 
 
 def tile_of(text: str) -> tuple[int, int, int]:
-    """Return the extents M, N and K of a Triton kernel's tile, such as ``"128x128x64"``.
-
-    Raises
-    ------
-    ConfigError
-        If the text has another form, or stands for several tiles.
-    """
+    """Return the extents M, N and K of a Triton kernel's tile, such as ``"128x128x64"``."""
     words = _words(text) or [text]
     if len(words) != 1:
         _refuse(text, "a tile", f"it has {len(words)} words", _TILE)
@@ -121,13 +96,7 @@ def is_script(text: str) -> bool:
 
 
 def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
-    """Return the weights (N, K) of a text such as ``"4096x4096"``, checked for up to `rows` rows of A.
-
-    Raises
-    ------
-    ConfigError
-        As for :func:`problems_of`.
-    """
+    """Return the weights (N, K) of a text such as ``"4096x4096"``, checked for up to `rows` rows of A."""
     words = _words(text) or [text]
     if len(words) != 1:
         _refuse(text, "the size of a weight", "it has a space", _WEIGHT)
@@ -140,13 +109,7 @@ def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
 
 
 def dtype_of(text: str) -> str:
-    """Return the name of an element type of A and B, such as ``"bf16"``.
-
-    Raises
-    ------
-    ConfigError
-        If the text names none.
-    """
+    """Return the name of an element type of A and B, such as ``"bf16"``. Raises ConfigError if the text names none."""
     try:
         found = dtypes.dtype(text, dtypes.DECLARED)
     except ValueError:
@@ -157,13 +120,7 @@ def dtype_of(text: str) -> str:
 
 
 def major_of(text: str) -> Major:
-    """Return the major that a text names.
-
-    Raises
-    ------
-    ConfigError
-        If the text does not name one.
-    """
+    """Return the major that a text names. Raises ConfigError if the text does not name one."""
     found = _MAJORS.get(text.strip().lower())
     if found is None:
         raise ConfigError(f"{reprlib.repr(text)} is not a major: use row or col")
@@ -171,13 +128,7 @@ def major_of(text: str) -> Major:
 
 
 def epilogue_of(name: str, dtype: str) -> Epilogue | None:
-    """Return the epilogue of a named op for a dtype of A and B, or None if the name is not one of :data:`OPS`.
-
-    Raises
-    ------
-    ConfigError
-        If the op does not take the dtype.
-    """
+    """Return the epilogue of a named op for a dtype of A and B, or None if the name is not one of :data:`OPS`."""
     if name not in NORMS:
         return builtin.BY_OP.get(name)
     found = NORMS[name].get(dtypes.dtype(dtype, dtypes.DECLARED).name)
@@ -187,13 +138,7 @@ def epilogue_of(name: str, dtype: str) -> Epilogue | None:
 
 
 def require_groups(name: str, dtype: str) -> None:
-    """Require an op and a dtype of A and B that groups of rows can have.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such call with groups.
-    """
+    """Require an op and a dtype of A and B that groups of rows can have."""
     if name in NORMS:
         raise ConfigError(f"{name} has no groups: leave out --groups, or name gemm or an epilogue without a norm")
     if dtypes.dtype(dtype, dtypes.DECLARED) not in dtypes.GROUPED:
@@ -201,13 +146,7 @@ def require_groups(name: str, dtype: str) -> None:
 
 
 def op_of(text: str) -> str:
-    """Return the name of an op, or the import path ``MODULE:NAME`` of an epilogue.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither. The message lists the ops.
-    """
+    """Return the name of an op, or the import path ``MODULE:NAME`` of an epilogue."""
     name = re.sub(r"^(co|cutlass_ops)[.:]", "", text.strip())
     if name.lower().replace("-", "_") in OPS:
         return name.lower().replace("-", "_")
@@ -216,11 +155,6 @@ def op_of(text: str) -> str:
         # A file in the working folder is a module.
         path = module.removeprefix("./").removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
         return f"{path}:{attribute}"
-    if name.lower().startswith("grouped_gemm"):
-        raise ConfigError(
-            f"{reprlib.repr(text)} is not an op here: name its epilogue, or gemm for none, and pass --groups to "
-            "explain or tune"
-        )
     question = f": {alike(name, OPS)}" if alike(name, OPS) else "."
     raise ConfigError(
         f"{reprlib.repr(text)} is not the name of an op{question} The ops are {', '.join(OPS)}. Write your own "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cutlass_ops.epilogue.nodes import Kind, Node
+from cutlass_ops.epilogue.nodes import Input, Kind, Node
 from cutlass_ops.epilogue.operations import INDICES, OPS, SWAP_PAIRS, Type, to_fp32
+
+# Constants with at most this many significant bits are certainly as written: FP32 has twice as many.
+KEPT_BITS = 12
 
 # Operations on constants that FP64 arithmetic and one rounding to FP32 give bit for bit as FP32 arithmetic does.
 _FOLDED: dict[str, Callable[..., float]] = {
@@ -20,22 +24,7 @@ _FOLDED: dict[str, Callable[..., float]] = {
 
 
 def type_of(node: Node, args: Sequence[Type], kinds: Mapping[str, Kind]) -> Type:
-    """Return the type of one node's value.
-
-    Parameters
-    ----------
-    node : Node
-        The node.
-    args : sequence of Type
-        Types of its arguments.
-    kinds : mapping of str to Kind
-        The kind of each input.
-
-    Raises
-    ------
-    KeyError
-        If the operation takes no such arguments.
-    """
+    """Return the type of a node's value; `kinds` is by input. Raises KeyError if the op takes no such arguments."""
     if node.op in OPS:
         return dict(OPS[node.op].signatures)[tuple(args)]
     if node.op == "seed" or (node.op == "input" and kinds.get(str(node.attr)) is Kind.INTEGER):
@@ -44,63 +33,59 @@ def type_of(node: Node, args: Sequence[Type], kinds: Mapping[str, Kind]) -> Type
 
 
 class Builder:
-    """An expression that grows. Equal nodes are one node, and operations on constants are computed where that is exact.
+    """An expression that grows. Equal nodes are one node, and operations on constants are computed if that is exact.
 
-    Parameters
-    ----------
-    simplify : bool
-        Whether x + 0, x - 0, x * 1, x / 1, x * -1, -(-x) and a choice between x and x become simpler as well. What a
-        user wrote stays as it was written: its kernel keeps its key, and -0 + 0 is 0.
-
-    Attributes
-    ----------
-    nodes : list of Node
-        The nodes so far, arguments before their operations.
-    types : list of Type
-        The type of each node's value.
-    kinds : dict of str to Kind
-        The kinds of the inputs. An input is declared here before its node is put.
-    rounded : dict of float to float
-        For constants that are not what was written, or what FP64 would compute: that number.
+    `simplify` says whether x + 0, x - 0, x * 1, x / 1, x * -1, -(-x) and a choice between x and x become simpler too.
+    What a user wrote is not simplified: its kernel keeps its key, and -0 + 0 is 0. `in_fp64` says whether FP64 is to
+    compute the expression. An operation on constants is then computed here only if FP32 has its result, and
+    :meth:`number` gives numbers that FP32 does not have.
     """
 
-    def __init__(self, *, simplify: bool = False) -> None:
-        self.nodes: list[Node] = []
-        self.types: list[Type] = []
-        self.kinds: dict[str, Kind] = {}
+    def __init__(self, inputs: Iterable[Input] = (), *, simplify: bool = False, in_fp64: bool = False) -> None:
+        self.nodes: list[Node] = []  # arguments before their operations
+        self.types: list[Type] = []  # of each node's value
+        self.kinds = {i.name: i.kind for i in inputs}  # an input is declared here before its node is put
+        # for constants that are not what was written, or what FP64 would compute: that number
         self.rounded: dict[float, float] = {}
-        self._simplify = simplify
+        self._simplify, self._in_fp64 = simplify, in_fp64
         self._at: dict[Node, int] = {}
 
-    def put(self, op: str, *args: int, attr: str | float | None = None) -> int:
-        """Return the node of an operation on earlier nodes, or of a leaf.
-
-        Raises
-        ------
-        KeyError
-            If the operation takes no arguments of these types.
-        """
+    def put(self, op: str, *args: int, attr: str | float | int | None = None) -> int:
+        """Return an operation's node, or a leaf's. Raises KeyError if the operation takes no such types."""
         constants = [self._number(a) for a in args]
         numbers = [x for x in constants if x is not None]
         if op in _FOLDED and len(numbers) == len(args):
             fold = _FOLDED[op]
-            exact = fold(*(self.rounded.get(x, x) for x in numbers))
-            # A number that was rounded is one node with those that are what it is now.
-            return self.constant(fold(*numbers), exact, is_exact=self.rounded.keys().isdisjoint(numbers))
+            folded, exact = fold(*numbers), fold(*(self.rounded.get(x, x) for x in numbers))
+            if not self._in_fp64 or to_fp32(folded) == folded:
+                # A number that was rounded is one node with those that are what it is now.
+                return self.constant(folded, exact, is_exact=self.rounded.keys().isdisjoint(numbers))
         if op == SWAP_PAIRS and numbers:
             return args[0]
         found = self._simpler(op, args, constants) if self._simplify else None
         return self._append(Node(op, args, attr)) if found is None else found
 
     def constant(self, value: float, exact: float, *, is_exact: bool = True) -> int:
-        """Return the node of a constant, of which FP64 would have `exact`, if that `is_exact`: see :attr:`rounded`."""
+        """Return the node of a constant. FP64 would have `exact`, if `is_exact`: see :attr:`rounded`."""
         kept = to_fp32(value)
         if not is_exact or (kept != exact and not math.isnan(exact)):
             self.rounded.setdefault(kept, exact)
         return self.put("const", attr=kept)
 
+    def number(self, value: float) -> int:
+        """Return the node of a number: rounded to FP32, or for FP64 a sum of constants that FP64 computes exactly."""
+        if not self._in_fp64 or to_fp32(value) == value:
+            return self.put("const", attr=to_fp32(value))
+        parts = []
+        while value:
+            fraction, exponent = math.frexp(value)
+            parts.append(math.ldexp(round(math.ldexp(fraction, KEPT_BITS)), exponent - KEPT_BITS))
+            value -= parts[-1]
+        first, *others = (self.put("const", attr=part) for part in parts)
+        return functools.reduce(lambda total, part: self._append(Node("add", (total, part))), others, first)
+
     def place(self, nodes: Sequence[Node], given: Mapping[Node, int]) -> list[int]:
-        """Put a graph's nodes, but for leaves that are given; return where each of them is."""
+        """Put a graph's nodes, except given leaves; return the place of each."""
         at: list[int] = []
         for node in nodes:
             found = given.get(node)

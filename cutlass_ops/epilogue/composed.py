@@ -47,7 +47,7 @@ def rms_norm_of_sums(acc, row_sum_square: Col, inverse_count: Scalar, eps: Scala
 
 @epilogue
 def rms_norm_of_rstd(acc, rstd: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """D = rmsnorm(A) @ B, given what each row of A is multiplied by."""
+    """D = rmsnorm(A) @ B, given the factor of each row of A."""
     return acc * rstd
 
 
@@ -67,7 +67,7 @@ def layer_norm_of_moments(acc, column_sum: Row, mean: Col, rstd: Col):  # type: 
 
 @epilogue
 def shifted(acc, shift: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """D = A @ B + shift: what a layer norm's beta becomes."""
+    """D = A @ B + shift: a layer norm's beta becomes the shift."""
     return acc + shift
 
 
@@ -97,17 +97,17 @@ def swiglu(acc, up: Product):  # type: ignore[no-untyped-def]  # noqa: ANN001, A
 
 @epilogue
 def swiglu_gate(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """D = silu(A @ B): the first of the two GEMMs that stand for swiglu where no one kernel does."""
+    """D = silu(A @ B): the first of the two GEMMs that compute swiglu if no single kernel does."""
     return silu(acc)
 
 
 @epilogue
 def swiglu_up(acc, gate: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """D = (A @ B) * gate: the second of them."""
+    """D = (A @ B) * gate: the second of these GEMMs."""
     return acc * gate
 
 
-# ---- What the gradient of A has of its rows' means -------------------------------------------------------------------
+# ---- The part of A's gradient that comes from its rows' means -------------------------------------------------------
 
 
 @epilogue
@@ -118,7 +118,7 @@ def plus_column(acc, column: Col):  # type: ignore[no-untyped-def]  # noqa: ANN0
 
 @epilogue
 def plus_scaled(acc, rows: Tile, factor: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """D = A @ B + rows * factor: that of a mean square reaches them in proportion."""
+    """D = A @ B + rows * factor: the gradient of a mean square reaches them in proportion."""
     return acc + rows * factor
 
 
@@ -150,7 +150,7 @@ def scaled_rows_and_columns(acc, scale_a: Col, scale_b: Row):  # type: ignore[no
 
 
 # The accumulator has these scales already.
-scaled_blocks = Epilogue.of(
+scaled_blocks = Epilogue(
     "scaled_blocks",
     "D = the sum over blocks along K of scale_a * scale_b * (A @ B).",
     Graph((Input("scale_a", Kind.BLOCKS_A), Input("scale_b", Kind.BLOCKS_B)), (Node("acc"),), (Output("d", 0),)),
@@ -184,14 +184,9 @@ def quantized_swiglu(acc, up: Product, scale_x: Col, scale_gate: Row, scale_up: 
 def quantised(rows: bool, with_amax: bool, element: str = "") -> Epilogue:
     """Return the epilogue D = (A @ B) / scale_out, for a D in FP8.
 
-    Parameters
-    ----------
-    rows : bool
-        Whether each row of D has a scale of its own.
-    with_amax : bool
-        Whether the greatest absolute value of each row is a further output, ``amax``. It is that before the scale.
-    element : str
-        The type that D is rounded to, if D is a further output of something else. Else a call names it.
+    Each row of D has its own scale if `rows`. With `with_amax`, ``amax`` is a further output: the greatest absolute
+    value of each row before the scale. `element` is D's type if D is a further output of something else; otherwise a
+    call names it.
     """
     kind = Col if rows else Scalar
 
@@ -210,14 +205,8 @@ def quantised(rows: bool, with_amax: bool, element: str = "") -> Epilogue:
 def residual_rms_quantised(dtype: str, rows: bool, with_gamma: bool, with_amax: bool, element: str) -> Graph:
     """Return the graph of a residual's sum, the squares of its rows, and its copy in FP8 for the next GEMM.
 
-    Parameters
-    ----------
-    dtype : str
-        D's type.
-    rows, with_amax, element
-        As for :func:`quantised`, of the copy.
-    with_gamma : bool
-        Whether the copy is of D times the next norm's gamma.
+    `dtype` is D's type. `rows`, `with_amax` and `element` are as for :func:`quantised`, of the copy. With `with_gamma`,
+    the copy is of D times the next norm's gamma.
     """
     copy = quantised(rows, with_amax, element).graph
     copy = times_gamma.graph.then(copy) if with_gamma else copy
@@ -225,7 +214,6 @@ def residual_rms_quantised(dtype: str, rows: bool, with_gamma: bool, with_amax: 
     return summed.then(_with_squares.graph.beside(copy, "quantized"))
 
 
-@functools.cache
 def _rounded(dtype: str) -> Epilogue:
     def rounded(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         """D = A @ B, as it is stored."""

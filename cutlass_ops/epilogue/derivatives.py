@@ -16,7 +16,7 @@ from cutlass_ops.epilogue.build import Builder
 from cutlass_ops.epilogue.graph import Expression, expression, renumbered
 from cutlass_ops.epilogue.names import MAX_LENGTH
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.operations import GATHERED, OPS, REDUCTIONS, to_fp32
+from cutlass_ops.epilogue.operations import GATHERED, OPS, REDUCTIONS
 
 ACC = "a @ b"
 
@@ -33,30 +33,19 @@ class Vjp(NamedTuple):
     """The gradients of an epilogue for given gradients of its outputs.
 
     A leaf is :data:`ACC`, the name of an input, or ``"mean_of_a()"`` and the like.
-
-    Attributes
-    ----------
-    expression : Expression
-        What computes the gradients. Its D is that of the accumulator. What has a gradient of 0 has no output, but D.
-    again : bool
-        Whether the expression's accumulator is A @ B once more, and its products those of A. If not, its accumulator is
-        the gradient of D: then it needs no GEMM, or can be the epilogue of the one that gives that gradient. Gathered
-        values are those of A either way.
-    given : dict of str to str
-        For outputs of the epilogue, the input with the output's gradient.
-    kept : dict of str to str
-        For outputs of the epilogue, the input with the output itself.
-    found : dict of str to str
-        For each leaf with a gradient, the output that holds it: a scalar's as a column that is still to be summed.
-    same : dict of str to str
-        For leaves whose gradient is that of an output as it is, this output; the leaf is then not in `found`.
     """
 
+    # Computes the gradients. Its D is the accumulator's gradient. Other leaves whose gradient is 0 have no
+    # output.
     expression: Expression
+    # Whether the expression's accumulator is A @ B once more, and its products those of A. If not, its
+    # accumulator is the gradient of D: then it needs no GEMM, or can be the epilogue of the GEMM that gives that
+    # gradient. Gathered values are those of A either way.
     again: bool
-    given: dict[str, str]
-    kept: dict[str, str]
-    found: dict[str, str]
+    given: dict[str, str]  # by output of the epilogue: the input with the output's gradient
+    kept: dict[str, str]  # by output of the epilogue: the input with the output itself
+    found: dict[str, str]  # by leaf: the output with its gradient; a scalar's is a column that is still to be summed
+    # By leaf: the output of the epilogue whose gradient is the leaf's as it is. The leaf is then not in `found`.
     same: dict[str, str]
 
 
@@ -66,26 +55,15 @@ def vjp(
     *,
     of: Collection[str] | None = None,
     kept: Collection[str] = (),
+    in_fp64: bool = False,
 ) -> Vjp:
-    """Return the expression of an epilogue's gradients.
+    """Return the expression of an epilogue's gradients. Raises ConfigError if an output has none, or a name is unknown.
 
-    Parameters
-    ----------
-    graph : Expression
-        The epilogue.
-    wrt : collection of str, optional
-        The inputs whose gradients are wanted, besides those of the accumulator, products and gathered values; by
-        default all.
-    of : collection of str, optional
-        The outputs with a gradient; by default all that can have one. The gradients of the others are 0.
-    kept : collection of str
-        Tiles among the outputs that are still there. If they make the accumulator and the products unnecessary, the
-        result reads them. Otherwise it computes A @ B again, and reads none.
-
-    Raises
-    ------
-    ConfigError
-        If an output has no gradient, or a name is unknown.
+    `wrt` names the inputs whose gradients are wanted, besides those of the accumulator, products and gathered values;
+    by default all. `of` names the outputs with a gradient, by default all that can have one; the gradients of the
+    others are 0. `kept` names tiles among the outputs that are still there. If they make the accumulator and the
+    products unnecessary, the result reads them. Otherwise it computes A @ B again, and reads none. With `in_fp64`, FP64
+    is to compute the gradients: the constants of their rules are then sums of FP32 numbers.
 
     Examples
     --------
@@ -112,7 +90,8 @@ def vjp(
     for name in of:
         if not _has_rule(graph, outputs[name]):
             raise _refusal(name, str(outputs[name].reduce))
-    found = _derived(graph, wrt, of, kept, again=False) or _derived(graph, wrt, of, (), again=True)
+    derived = functools.partial(_derived, graph, wrt, of, in_fp64=in_fp64)
+    found = derived(kept, again=False) or derived((), again=True)
     assert found is not None
     return found
 
@@ -123,7 +102,7 @@ def differentiable(graph: Expression) -> tuple[str, ...]:
 
 
 def supported(graph: Expression) -> tuple[str, ...]:
-    """Return the names of the outputs for whose gradients there is a rule."""
+    """Return the names of the outputs whose gradients have a rule."""
     return tuple(o.name for o in graph.outputs if _has_rule(graph, o))
 
 
@@ -152,20 +131,24 @@ def _refusal(name: str, reduction: str) -> ConfigError:
     )
 
 
-# Stands for the accumulator where the expression must do without it.
+# Replaces the accumulator if the expression must do without it.
 _NO_ACC = Node("input", (), "the accumulator")
 
 
 def _derived(
-    graph: Expression, wrt: Collection[str] | None, of: Collection[str], kept: Collection[str], *, again: bool
+    graph: Expression,
+    wrt: Collection[str] | None,
+    of: Collection[str],
+    kept: Collection[str],
+    *,
+    again: bool,
+    in_fp64: bool,
 ) -> Vjp | None:
     """Return the gradients; None if they depend on A, and must not."""
-    build, names = Builder(simplify=True), Names(graph)
-    inputs = list(graph.inputs)
-    build.kinds = {i.name: i.kind for i in inputs}
+    build, names, inputs = Builder(graph.inputs, simplify=True, in_fp64=in_fp64), Names(graph), list(graph.inputs)
 
     def take(prefix: str, output: Output, noted: dict[str, str]) -> int:
-        """Return the node of a new input that stands for an output or its gradient."""
+        """Return the node of a new input that represents an output or its gradient."""
         if output.name not in noted:
             noted[output.name] = names.new(prefix, output.name)
             inputs.append(Input(noted[output.name], output.kind))
@@ -245,7 +228,7 @@ def _is_leaf(graph: Expression, output: Output) -> bool:
 
 
 def _placed(graph: Expression, build: Builder, there: Mapping[int, int], *, again: bool) -> list[int]:
-    """Put an epilogue's values, but for those that are there; return where each of them is."""
+    """Put an epilogue's values, except those that are there; return the place of each."""
     at: list[int] = []
     for index, node in enumerate(graph.nodes):
         placed = Node(node.op, tuple(at[a] for a in node.args), node.attr)
@@ -302,7 +285,6 @@ def _expanded(rule: str, build: Builder, values: Mapping[str, int]) -> int | Non
     return _value(last.value, build, named)
 
 
-@functools.cache
 def _reads(rule: str) -> frozenset[str]:
     return frozenset(node.id for part in _parsed(rule) for node in ast.walk(part) if isinstance(node, ast.Name))
 
@@ -317,7 +299,7 @@ def _value(tree: ast.expr, build: Builder, values: Mapping[str, int]) -> int:
         case ast.Name(id=name):
             return values[name]
         case ast.Constant(value=int() | float() as number):
-            return build.put("const", attr=to_fp32(number))
+            return build.number(number)
         case ast.UnaryOp(op=operation, operand=x):
             op, arguments = _OPERATORS[type(operation)], [x]
         case ast.BinOp(left=x, op=operation, right=y):

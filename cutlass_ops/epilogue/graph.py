@@ -15,6 +15,7 @@ from typing import Any
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.frozen import hashed_once
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
@@ -28,29 +29,29 @@ from cutlass_ops.epilogue.operations import (
     Type,
     to_fp32,
 )
-from cutlass_ops.epilogue.title import title
 
 MAX_INPUTS = 16
 MAX_OUTPUTS = 8
 MAX_PRODUCTS = 1
 MAX_NODES = 256
+MAX_TITLE = 48  # characters
 
 # Bits of constants that are whole numbers, the sign among them.
 _BITS = {"integer": 32, "seed": 64}
 
+# They have no words in a title.
+_SILENT = ("acc", "const", "integer", "seed", "to_float", "add", "sub", "mul", "div")
+
 _LEAVES = frozenset(("acc", "input", "const", "integer", "seed", *GATHERED, *INDICES))
 
 
+@hashed_once
 @dataclass(frozen=True, repr=False)
 class Expression:
     """A computation of each element: inputs in declared order, nodes in canonical order, outputs with D first.
 
-    It need not be the epilogue of a GEMM: it may have no accumulator, and more outputs than a kernel stores.
-
-    Raises
-    ------
-    ConfigError
-        If the parts are no well-formed canonical graph; see :func:`validate` and :func:`canonical`.
+    It need not be the epilogue of a GEMM: it may have no accumulator, and more outputs than a kernel stores. Raises
+    ConfigError if the parts are no well-formed canonical graph; see :func:`validate` and :func:`canonical`.
     """
 
     inputs: tuple[Input, ...]
@@ -62,26 +63,54 @@ class Expression:
 
     @property
     def title(self) -> str:
-        """What it computes, in a few words of a C++ identifier, such as ``"bias_relu"``; none for D = A @ B."""
-        return title(self.nodes, self.outputs)
+        """Its computation as a few words of a C++ identifier, such as ``"bias_relu"``; empty for D = A @ B.
+
+        These are its inputs and functions in the order of the computation, then the names of further outputs, cut to
+        :data:`MAX_TITLE` characters. They follow from the graph alone: functions with equal graphs share a kernel,
+        which may have been compiled before any of them was written.
+        """
+        with_acc: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            if node.op == "acc" or not with_acc.isdisjoint(node.args):
+                with_acc.add(index)
+        words: list[str] = []
+        seen: set[int] = set()
+
+        def visit(index: int) -> None:
+            if index in seen:
+                return
+            seen.add(index)
+            node = self.nodes[index]
+            # The accumulator is what happens to: bias, then relu, then residual.
+            for arg in sorted(node.args, key=lambda a: a not in with_acc):
+                visit(arg)
+            if node.op not in _SILENT:
+                words.append(str(node.attr) if node.op in ("input", "cast") else node.op)
+
+        for output in self.outputs:
+            visit(output.node)
+        words += [output.name for output in self.outputs[1:]]
+        # A name may end in an underscore or hold two, as identifiers of C++ should not.
+        joined = "_".join(word for name in words for word in name.split("_") if word)
+        return joined[:MAX_TITLE].rstrip("_")
 
     def __repr__(self) -> str:
         return f"<graph {self.title or 'acc'}>"
 
     @cached_property
     def gathered(self) -> tuple[str, ...]:
-        """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.operations.GATHERED`."""
+        """Values gathered from A's rows, in the order of :data:`cutlass_ops.epilogue.operations.GATHERED`."""
         used = {node.op for node in self.nodes}
         return tuple(name for name in GATHERED if name in used)
 
     @cached_property
     def swaps_pairs(self) -> bool:
-        """Whether it takes a value of the column beside."""
+        """Whether it takes a value of the neighbouring column."""
         return any(node.op == SWAP_PAIRS for node in self.nodes)
 
     @cached_property
     def knows_places(self) -> bool:
-        """Whether a value depends on the row or the column where it is."""
+        """Whether a value depends on its row or column."""
         return any(node.op in INDICES or node.op == UNIFORM for node in self.nodes)
 
     @cached_property
@@ -95,7 +124,7 @@ class Expression:
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
 
     def stored_type(self, output: Output) -> str:
-        """Return the name of the type in which an output is stored where nothing else is said; empty for D's type.
+        """Return the name of the type in which an output is stored by default; empty for D's type.
 
         A reduction has its own, and so has what is quantised. A further tile that is a cast to FP8 is stored in that,
         since such a cast has no other purpose than a copy in 8 bits beside D.
@@ -121,22 +150,17 @@ class Expression:
         return tuple(i.name for kind in BLOCKS for i in self.inputs if i.kind is kind)
 
 
+@hashed_once
 @dataclass(frozen=True, repr=False)
 class Graph(Expression):
     """A whole epilogue of a GEMM: an expression of the accumulator, within the limits of a kernel.
 
-    Attributes
-    ----------
-    rounded : tuple of float
-        Constants as they were written of which FP32 keeps another number that looks written: 1 for 1 + 1e-9. FP64
-        refuses such an epilogue. Kernels have no such thing: it is no part of their identity, nor of the JSON form.
-
-    Raises
-    ------
-    ConfigError
-        If the parts are no such epilogue.
+    Raises ConfigError if the parts are no such epilogue.
     """
 
+    # Constants as they were written, if FP32 rounds them to a number that looks written: 1 for 1 + 1e-9. FP64
+    # refuses such an epilogue. Kernels do not depend on them: they are no part of the graph's identity or JSON
+    # form.
     rounded: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -159,7 +183,7 @@ class Graph(Expression):
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """Whether it reads nothing of A and B, so that nothing is multiplied: such a part of a backward."""
+        """Whether it reads neither A nor B, so that nothing is multiplied, as in a part of a backward."""
         reads_operands = bool(self.products or self.gathered or self.block_scales)
         return not reads_operands and not any(node.op == "acc" for node in self.nodes)
 
@@ -176,21 +200,13 @@ class Graph(Expression):
             )
 
     def then(self, other: Graph, *, products: bool | Graph = False) -> Graph:
-        """Return the graph that feeds this one's D into another's accumulator.
+        """Return the graph that feeds this graph's D into another's accumulator.
 
-        Parameters
-        ----------
-        other : Graph
-            What follows. Its inputs come after this one's, and its outputs are the result's.
-        products : bool or Graph
-            Whether the other's products of A pass through this graph as its accumulator does: right where this graph
-            stands for an operation on the rows of A. Or the graph through which they pass instead, where it differs
-            for each weight, as scales do. Inputs that both have are one; the others come after this graph's.
-
-        Raises
-        ------
-        ConfigError
-            If this graph has further outputs, a name stands in both, or the result is beyond the limits.
+        The other's inputs come after this graph's, and its outputs are the result's. If `products` is True, the other's
+        products of A pass through this graph as its accumulator does: right if this graph stands for an operation on
+        the rows of A. If `products` is a graph, they pass through that instead, because it differs for each weight, as
+        scales do. Inputs that both have are one; its others come after this graph's. Raises ConfigError if this graph
+        has further outputs, a name is in both, or the result exceeds the limits.
         """
         other_way = products if isinstance(products, Graph) else self
         for each in (self, other_way):
@@ -201,8 +217,7 @@ class Graph(Expression):
                 )
         before = tuple(dict.fromkeys((*self.inputs, *other_way.inputs)))
         _refuse_shared(before, other)
-        build = Builder()
-        build.kinds = {i.name: i.kind for i in (*before, *other.inputs)}
+        build = Builder((*before, *other.inputs))
         fed = {Node("acc"): build.place(self.nodes, {})[self.outputs[0].node]}
         for name in other.products if products else ():
             product = Node("input", (), name)
@@ -214,36 +229,19 @@ class Graph(Expression):
         return canonical((*before, *other.inputs), build.nodes, outputs, rounded)
 
     def beside(self, other: Graph, d: str) -> Graph:
-        """Return the graph that computes both of one accumulator: this one's outputs, then the other's.
+        """Return the graph that computes both from one accumulator: this graph's inputs and outputs, then the other's.
 
-        Parameters
-        ----------
-        other : Graph
-            Its inputs come after this one's.
-        d : str
-            What the other's D is called then.
-
-        Raises
-        ------
-        ConfigError
-            If a name stands in both, or the result is beyond the limits.
+        The other's D is then called `d`. Raises ConfigError if a name is in both, or the result exceeds the limits.
         """
         _refuse_shared(self.inputs, other)
-        build = Builder()
-        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        build = Builder((*self.inputs, *other.inputs))
         mine, theirs = build.place(self.nodes, {}), build.place(other.nodes, {})
         outputs = [o._replace(node=mine[o.node]) for o in self.outputs]
         outputs += [o._replace(node=theirs[o.node], name=d if o.name == "d" else o.name) for o in other.outputs]
         return canonical((*self.inputs, *other.inputs), build.nodes, outputs, (*self.rounded, *other.rounded))
 
     def renamed(self, names: Mapping[str, str]) -> Graph:
-        """Return the same graph with other names of inputs.
-
-        Raises
-        ------
-        ConfigError
-            If a new name is no name, or taken.
-        """
+        """Return the same graph with other names of inputs. Raises ConfigError if a new name is invalid or taken."""
 
         def new(node: Node) -> Node:
             return Node("input", (), names.get(str(node.attr), node.attr)) if node.op == "input" else node
@@ -252,7 +250,7 @@ class Graph(Expression):
         return Graph(inputs, tuple(map(new, self.nodes)), self.outputs, self.rounded)
 
     def of_kernels(self) -> Graph:
-        """Return the graph that kernels and tables know: without what its constants were before FP32 rounded them."""
+        """Return the graph that kernels and tables know: without its constants' values before FP32 rounded them."""
         return replace(self, rounded=()) if self.rounded else self
 
     def to_json(self) -> dict[str, Any]:
@@ -265,13 +263,7 @@ class Graph(Expression):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """Rebuild a graph from :meth:`to_json`'s value, which need not be trusted.
-
-        Raises
-        ------
-        ConfigError
-            If the value is anything but a well-formed canonical graph.
-        """
+        """Rebuild a graph from :meth:`to_json`'s value. Raises ConfigError unless it is well-formed and canonical."""
         if not isinstance(data, Mapping) or set(data) != {"inputs", "nodes", "outputs"}:
             raise ConfigError("an epilogue graph is an object with the fields inputs, nodes and outputs")
         return cls(
@@ -286,20 +278,17 @@ class Graph(Expression):
         )
 
     def to_program(self) -> dict[str, Any]:
-        """Return what programs and pickles have: the JSON form, and constants that FP32 rounded."""
+        """Return the form for programs and pickles: the JSON form, and constants that FP32 rounded."""
         return self.to_json() | ({"rounded": [x.hex() for x in self.rounded]} if self.rounded else {})
 
     @classmethod
     def from_program(cls, data: Mapping[str, Any]) -> Graph:
-        """Rebuild a graph from :meth:`to_program`'s value.
-
-        Raises
-        ------
-        ConfigError
-            As for :meth:`from_json`.
-        """
-        graph = cls.from_json({name: value for name, value in data.items() if name != "rounded"})
-        return replace(graph, rounded=tuple(map(_constant, data.get("rounded", ()))))
+        """Rebuild a graph from :meth:`to_program`'s value. Raises ConfigError as :meth:`from_json` does."""
+        rounded = data.get("rounded", []) if isinstance(data, Mapping) else []
+        if not isinstance(rounded, list):
+            raise ConfigError(f"the rounded constants of an epilogue are a list, not {reprlib.repr(rounded)}")
+        graph = cls.from_json({name: data[name] for name in data if name != "rounded"})
+        return replace(graph, rounded=tuple(map(_constant, rounded)))
 
 
 def _refuse_shared(inputs: Sequence[Input], other: Graph) -> None:
@@ -315,46 +304,21 @@ def canonical(
     """Build the one graph that stands for an expression, however it was written down.
 
     Equal nodes are merged, unused ones dropped, and the rest numbered in the order in which the outputs first need
-    them, arguments before their operation and from left to right.
-
-    Parameters
-    ----------
-    inputs, nodes, outputs
-        Parts of a graph; the nodes in any topological order, with duplicates and dead ones.
-    rounded
-        As of a graph, in any order and with duplicates.
-
-    Raises
-    ------
-    ConfigError
-        If the result is malformed, too large, or leaves an input unused.
+    them, arguments before their operation and from left to right. Nodes come in any topological order. Raises
+    ConfigError if the result is malformed, too large, or leaves an input unused.
     """
     return Graph(tuple(inputs), *renumbered(nodes, outputs), tuple(sorted(set(rounded))))
 
 
 def expression(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Expression:
-    """Build the one expression that stands for some nodes, as :func:`canonical` does; inputs without use are left out.
-
-    Raises
-    ------
-    ConfigError
-        If the result is malformed.
-    """
+    """Build an expression as :func:`canonical` does, without unused inputs. Raises ConfigError if it is malformed."""
     kept, placed = renumbered(nodes, outputs)
     used = {node.attr for node in kept if node.op == "input"}
     return Expression(tuple(i for i in inputs if i.name in used), kept, placed)
 
 
 def validate(graph: Expression) -> None:
-    """Refuse an expression that is malformed or not canonical.
-
-    Every :class:`Expression` has been through this. It trusts no field's type.
-
-    Raises
-    ------
-    ConfigError
-        With the reason.
-    """
+    """Raise ConfigError if an expression is malformed or not canonical. It trusts no field's type."""
     for what, values in (("inputs", graph.inputs), ("nodes", graph.nodes), ("outputs", graph.outputs)):
         if not isinstance(values, tuple):
             raise ConfigError(f"an epilogue's {what} are a tuple, not {type(values).__name__}")
@@ -382,13 +346,7 @@ def validate(graph: Expression) -> None:
 
 
 def value_types(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Type, ...]:
-    """Return the type of each node's value.
-
-    Raises
-    ------
-    KeyError
-        If an operation takes no such arguments.
-    """
+    """Return the type of each node's value. Raises KeyError if an operation takes no such arguments."""
     kinds = {i.name: i.kind for i in inputs}
     found: list[Type] = []
     for node in nodes:
@@ -446,7 +404,7 @@ def _check_node(node: Node, index: int, graph: Expression) -> None:
 
 
 def fits(number: int, bits: int) -> bool:
-    """Whether a whole number has so many bits, its sign among them."""
+    """Whether a whole number fits into `bits` bits, including its sign."""
     return -(1 << (bits - 1)) <= number < 1 << (bits - 1)
 
 

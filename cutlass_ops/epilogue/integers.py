@@ -6,9 +6,9 @@ from cutlass_ops.epilogue.graph import Graph
 
 
 def why_not(graph: Graph) -> str | None:
-    """Say why an epilogue gives no D in INT32; None if it does: D is the accumulator as it is, and the only output.
+    """Say why an epilogue gives no D in INT32; None if it does: D is the unchanged accumulator, and the only output.
 
-    It computes in FP32, which has every whole number up to 2**24 alone.
+    Other epilogues compute in FP32, which has every whole number only up to 2**24.
     """
     if len(graph.outputs) == 1 and graph.nodes[graph.outputs[0].node].op == "acc":
         return None

@@ -36,8 +36,8 @@ assert errno stdin stdout stderr linux unix major minor
 """
 IN_KERNELS = frozenset(_TAKEN.split())
 
-# What a call has besides the epilogue's inputs: an input of such a name could not be told from it.
-RESERVED = frozenset(("a", "b", "out", "out_dtype", "math", "epilogue", "self"))
+# A call's other arguments: an input of such a name could not be told from them.
+RESERVED = frozenset(("a", "b", "out", "out_dtype", "math", "epilogue", "groups", "self"))
 
 # Compiled when they are first needed, as re does with texts.
 _IDENTIFIER = r"[A-Za-z][A-Za-z0-9_]*"
@@ -45,19 +45,9 @@ _STEP = r"v[0-9]+"
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name that could not stand at a call. What C++ has against a name is no concern of the user's.
+    """Raise ConfigError, with the reason, if a name cannot be used at a call. Names that only C++ forbids are allowed.
 
-    Parameters
-    ----------
-    name : object
-        The name, which may come from an untrusted file and be no string at all.
-    what : str
-        ``"input"`` or ``"output"``, for the message.
-
-    Raises
-    ------
-    ConfigError
-        If the name cannot be used; the message says why.
+    The name may come from an untrusted file and be no string at all. `what` is ``"input"`` or ``"output"``.
     """
     problem = _problem(name)
     if problem:
@@ -79,10 +69,11 @@ def _problem(name: object) -> str | None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name that :func:`check_name` lets pass can stand in C++ as it is.
+    """Whether a name that :func:`check_name` lets pass can be used in C++ unchanged.
 
-    Not so are keywords, names of the kernel's own, which end in an underscore or stand in :data:`IN_KERNELS`, what may
-    be a macro or belongs to the compiler, and "v0", "v1" and so on: with an underscore, functions call their steps so.
+    It cannot if it is a keyword, a name of the kernel's own, which ends in an underscore or is in :data:`IN_KERNELS`, a
+    possible macro or a name reserved for the compiler. Nor can "v0", "v1" and so on: with an underscore, functions call
+    their steps so.
     """
     shouted = len(name) > 1 and name.upper() == name
     own = name.endswith("_") or name in IN_KERNELS or re.fullmatch(_STEP, name)

@@ -36,39 +36,22 @@ D_SCALE = "d_scale"
 
 
 class Input(NamedTuple):
-    """One named input of an epilogue.
+    """One named input of an epilogue."""
 
-    Attributes
-    ----------
-    name : str
-        The parameter's name; a valid C++ identifier as well.
-    kind : Kind
-        The input's shape class.
-    """
-
-    name: str
+    name: str  # the parameter's name; a valid C++ identifier as well
     kind: Kind
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One value, and how it is computed.
+    """One value, and how it is computed."""
 
-    Attributes
-    ----------
-    op : str
-        ``"acc"``, ``"input"``, ``"const"``, ``"integer"``, ``"seed"``, a name in
-        :data:`cutlass_ops.epilogue.operations.GATHERED` or :data:`~cutlass_ops.epilogue.operations.INDICES`, or one in
-        :data:`cutlass_ops.epilogue.operations.OPS`.
-    args : tuple of int
-        Indices of earlier nodes.
-    attr : str, float, int or None
-        The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), ``"integer"`` (of 32 bits) and
-        ``"seed"`` (of 64), the element type for ``"cast"``.
-    """
-
+    # ``"acc"``, ``"input"``, ``"const"``, ``"integer"``, ``"seed"``, or a name in `GATHERED`, `INDICES` or `OPS`
+    # of :mod:`cutlass_ops.epilogue.operations`.
     op: str
-    args: tuple[int, ...] = ()
+    args: tuple[int, ...] = ()  # indices of earlier nodes
+    # The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), ``"integer"`` (of 32 bits) and
+    # ``"seed"`` (of 64), the element type for ``"cast"``.
     attr: str | float | int | None = None
 
     # Constants are equal when their bits are: 0.0 and -0.0 are two kernels, and NaN equals itself.
@@ -83,25 +66,14 @@ class Node:
 
 
 class Output(NamedTuple):
-    """One result of an epilogue.
+    """One result of an epilogue."""
 
-    Attributes
-    ----------
-    name : str
-        ``"d"`` for the GEMM's result, else the name that the function gave it.
-    node : int
-        Index of the node that holds its value.
-    kind : Kind
-        ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
-        column, shape (N,), ``BLOCKS_D`` for the scales of D's blocks.
-    reduce : str or None
-        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile, and for scales
-        the type of FP8 in which D is.
-    """
-
-    name: str
-    node: int
+    name: str  # ``"d"`` for the GEMM's result, else the name that the function gave it
+    node: int  # index of the node that holds its value
+    # ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
+    # column, shape (N,), ``BLOCKS_D`` for the scales of D's blocks.
     kind: Kind = Kind.TILE
+    # A name in `REDUCTIONS` of :mod:`cutlass_ops.epilogue.operations`; None for a tile; D's FP8 type for scales.
     reduce: str | None = None
 
     @property

@@ -1,7 +1,7 @@
 """The operations of an epilogue, and what it may gather from A, in tables.
 
 Most operations take and give FP32 values; :class:`Type` lists what else there is. :mod:`cutlass_ops.kinds.cpp` spells
-them in C++, and :mod:`cutlass_ops.run.reference` holds the same table for PyTorch.
+them in C++, and :mod:`cutlass_ops.operand.reference` holds the same table for PyTorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Type(str, Enum):
-    """What a value is. Only FP32 values are stored and reduced: the tracer converts what an epilogue returns.
+    """The type of a value. Only FP32 values are stored and reduced: the tracer converts what an epilogue returns.
 
     ``TRUTH`` is a truth value, which a comparison gives. ``INDEX`` is a whole number of 32 bits with a sign, which
     counts rows or columns. ``SEED`` is a whole number of 64 bits with a sign, which only a random number takes.
@@ -40,39 +40,23 @@ _NORMAL = "cutlass_ops/normal.h"
 
 
 class OpInfo(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes
-    ----------
-    arity : int
-        Number of arguments.
-    cpp : str
-        A C++ operator (``"+"``), or the qualified name of a device function; empty where a value needs more than those
-        of its arguments, as :data:`SWAP_PAIRS` does.
-    formula : str
-        What it computes, of arguments x and y, or c, x and y.
-    torch : str
-        The equivalent PyTorch expression.
-    header : str
-        Where the device function is defined, if not in ``cutlass_ops/epilogue_math.h``: only kernels that use it
-        include that.
-    typed : tuple of signatures
-        The types that it takes and gives, the usual ones first; none where all are FP32.
-    vjp : tuple of str
-        The gradient of each argument: an expression of g (the gradient of the result), r (the result), arguments by the
-        formula's names, numbers and operations. A part that stands several times has a name. Ties and kinks are
-        PyTorch's. ``"0"`` is a gradient that is always 0.
-    in_fp64 : bool
-        Whether epilogues in FP64 have it: ``cutlass_ops/doubles.h`` defines it then, if it is a function.
-    """
-
-    arity: int
+    arity: int  # number of arguments
+    # A C++ operator (``"+"``), or the qualified name of a device function. Empty if a value needs more than those
+    # of its arguments, as :data:`SWAP_PAIRS` does.
     cpp: str
-    formula: str
-    torch: str
+    formula: str  # what it computes from x and y, or c, x and y
+    torch: str  # the equivalent PyTorch expression
+    # Where the device function is defined, if not in ``cutlass_ops/epilogue_math.h``. Only kernels that use it
+    # include the header.
     header: str = ""
-    typed: tuple[Signature, ...] = ()
+    typed: tuple[Signature, ...] = ()  # the types that it takes and gives, the usual ones first; empty if all are FP32
+    # The gradient of each argument: an expression of g (the gradient of the result), r (the result), arguments by
+    # the formula's names, numbers and operations. A part that occurs several times has a name. Ties and kinks are
+    # PyTorch's. ``"0"`` is a gradient that is always 0.
     vjp: tuple[str, ...] = ()
+    # whether epilogues in FP64 have it: ``cutlass_ops/doubles.h`` then defines it if it is a function
     in_fp64: bool = True
 
     @property
@@ -86,11 +70,11 @@ class OpInfo(NamedTuple):
         return self.typed or (((_F,) * self.arity, _F),)
 
 
-# The one operation that takes a value of another element of D: that of the column beside this one.
+# The only operation that takes a value of another element of D: that of the neighbouring column.
 SWAP_PAIRS = "swap_pairs"
-# The one that depends on where an element is, and on numbers that are the same for all.
+# The only operation that depends on an element's place, and on numbers that are the same for all elements.
 UNIFORM = "uniform"
-# What makes an FP32 value of another type's.
+# Converts a value of another type to FP32.
 TO_FLOAT = "to_float"
 
 OPS: dict[str, OpInfo] = {
@@ -270,7 +254,7 @@ OPS: dict[str, OpInfo] = {
         2,
         "",
         "a random number in [0, 1), from seed x and offset y",
-        "cutlass_ops.run.reference.uniform(x, y, M, N)",
+        "cutlass_ops.operand.reference.uniform(x, y, M, N)",
         "cutlass_ops/random.h",
         (((_S, _S), _F),),
         vjp=("0", "0"),
@@ -280,21 +264,13 @@ OPS: dict[str, OpInfo] = {
 
 
 class GatheredInfo(NamedTuple):
-    """One value for each row of D that a kernel gathers from A.
+    """One value for each row of D that a kernel gathers from A."""
 
-    Attributes
-    ----------
-    formula : str
-        What it is, of A's row a.
-    torch : str
-        The equivalent PyTorch expression.
-    """
-
-    formula: str
-    torch: str
+    formula: str  # of A's row a
+    torch: str  # the equivalent PyTorch expression
 
 
-# Leaves of a graph, as the accumulator is: FP32, and 0 where K is 0.
+# Leaves of a graph, as the accumulator is: FP32, and 0 if K is 0.
 GATHERED: dict[str, GatheredInfo] = {
     "mean_of_a": GatheredInfo("Σ a / K over A's row", "a.float().mean(1)"),
     "mean_square_of_a": GatheredInfo("Σ a · a / K over A's row", "a.float().square().mean(1)"),
@@ -302,18 +278,10 @@ GATHERED: dict[str, GatheredInfo] = {
 
 
 class IndexInfo(NamedTuple):
-    """Where an element of D is.
+    """Where an element of D is."""
 
-    Attributes
-    ----------
-    formula : str
-        What it counts.
-    torch : str
-        The equivalent PyTorch expression.
-    """
-
-    formula: str
-    torch: str
+    formula: str  # what it counts
+    torch: str  # the equivalent PyTorch expression
 
 
 # Leaves of a graph as well, of the type INDEX.
@@ -324,38 +292,23 @@ INDICES: dict[str, IndexInfo] = {
 
 
 class ReductionInfo(NamedTuple):
-    """One reduction of a value over each row or each column of D.
-
-    Attributes
-    ----------
-    formula : str
-        What it gives.
-    torch : str
-        The equivalent PyTorch expression.
-    result : str
-        The dtype of its results where a declaration names no other. What gives indices gives ``"i32"`` and no other.
-    empty : float
-        Its result over nothing.
-    header : str
-        Where C++ has it, if not in ``cutlass_ops/reduce.h``.
-    paired : bool
-        Whether it keeps two numbers of each result, and not one FP32 value.
-    vjp : str
-        The gradient of x, as in :class:`OpInfo`; without a text there is none. Besides, `place` is where x is along the
-        reduction, and `at` the result of the reduction that says where its result is: ``arg`` and its name.
-    """
+    """One reduction of a value over each row or each column of D."""
 
     formula: str
-    torch: str
+    torch: str  # the equivalent PyTorch expression
+    # The dtype of its results if a declaration names no other. A reduction that gives indices allows ``"i32"``
+    # alone.
     result: str = "f32"
-    empty: float = 0.0
-    header: str = ""
-    paired: bool = False
+    empty: float = 0.0  # its result over nothing
+    header: str = ""  # where C++ has it, if not in ``cutlass_ops/reduce.h``
+    paired: bool = False  # whether each result is kept as two numbers, not one FP32 value
+    # The gradient of x, as in :class:`OpInfo`; empty if there is none. It may also use `place`, where x is along
+    # the reduction, and `at`, the result of the reduction that says where its result is: ``arg`` and its name.
     vjp: str = ""
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that it keeps of each result."""
+        """Bytes that it keeps for each result."""
         return 8 if self.paired else 4
 
 

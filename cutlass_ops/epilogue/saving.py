@@ -22,45 +22,23 @@ from cutlass_ops.epilogue.operations import OPS, Type
 
 
 class Saving(NamedTuple):
-    """What runs forward, and what of it is for the backward.
+    """What runs forward, and which of its values the backward reads."""
 
-    Attributes
-    ----------
-    runs : Graph
-        What runs: the epilogue, behind whose outputs are those for the backward. If there are products in `apart`, it
-        takes them as tiles.
-    kept : tuple of str
-        The outputs of `graph` that the backward reads.
-    graph : Graph
-        What is differentiated. A product that the backward reads is an output of it.
-    placed : Graph
-        The same without what is stored, but with where extrema are.
-    apart : dict of str to str
-        For products that are computed first, as tiles, their outputs in `graph`.
-    """
-
-    runs: Graph
-    kept: tuple[str, ...]
-    graph: Graph
-    placed: Graph
-    apart: dict[str, str]
+    runs: Graph  # The epilogue, with the outputs for the backward after its own. It takes products in `apart` as tiles.
+    kept: tuple[str, ...]  # the outputs of `graph` that the backward reads
+    graph: Graph  # what is differentiated; a product that the backward reads is an output of it
+    placed: Graph  # the same without what is stored, but with where extrema are
+    apart: dict[str, str]  # for products that are computed first, as tiles, their outputs in `graph`
 
 
 @functools.lru_cache(maxsize=1024)
 def saving(graph: Graph, wrt: frozenset[str], *, store: bool, narrow: bool) -> Saving:
     """Return what a forward computes and stores.
 
-    Parameters
-    ----------
-    graph : Graph
-        The epilogue.
-    wrt : frozenset of str
-        The inputs whose gradients are wanted, besides those of the accumulator and products.
-    store : bool
-        Whether values are stored that spare the backward a GEMM. If not, only what the epilogue returns as a tile
-        beside D is read again, and where the results of its reductions are.
-    narrow : bool
-        Whether tiles are FP16, whose range a product may exceed before a norm scales it: then it is not stored.
+    `wrt` names the inputs whose gradients are wanted, besides those of the accumulator and products. With `store`,
+    values are stored that spare the backward a GEMM. Otherwise the backward reads only tiles that the epilogue returns
+    beside D, and where the results of its reductions are. With `narrow`, tiles are FP16, whose range a product may
+    exceed before a norm scales it: then it is not stored.
 
     Examples
     --------
@@ -78,7 +56,9 @@ def saving(graph: Graph, wrt: frozenset[str], *, store: bool, narrow: bool) -> S
     found = vjp(placed, wrt, of=of, kept=beside)
     if found.again and store:
         for nodes in _candidates(placed, narrow=narrow):
-            extended, names = _with_tiles(placed, nodes)
+            new = Names(placed)
+            names = [new.new("saved", str(at)) for at in range(len(nodes))]
+            extended = _extended(placed, [Output(name, node) for name, node in zip(names, nodes, strict=True)])
             if extended is None:
                 continue
             cheaper = vjp(extended, wrt, of=of, kept=("d", *beside, *names))
@@ -90,7 +70,7 @@ def saving(graph: Graph, wrt: frozenset[str], *, store: bool, narrow: bool) -> S
 def _stored(
     placed: Graph, extended: Graph, nodes: Sequence[int], names: Sequence[str], kept: tuple[str, ...]
 ) -> Saving:
-    """Return what runs for an epilogue that stores nodes under some names."""
+    """Return the graph that runs for an epilogue that stores nodes under some names."""
     if not placed.products:
         return Saving(extended, kept, extended, placed, {})
     apart = {str(placed.nodes[at].attr): name for at, name in zip(nodes, names, strict=True)}
@@ -102,27 +82,21 @@ def _stored(
 
 
 def _with_places(graph: Graph) -> Graph:
-    """Return an epilogue that says where its extrema are, as far as a kernel has so many outputs."""
+    """Return an epilogue that says where its extrema are, as far as a kernel's number of outputs allows."""
     missing = [o for o in graph.outputs if needs_place(o) and place_of(graph, o) is None]
     if not missing:
         return graph
     names = Names(graph)
     places = [Output(names.new("place", o.name), o.node, o.kind, f"arg{o.reduce}") for o in missing]
-    try:
-        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *places), graph.rounded)
-    except ConfigError:
-        return graph
+    return _extended(graph, places) or graph
 
 
-def _with_tiles(graph: Graph, nodes: Sequence[int]) -> tuple[Graph | None, tuple[str, ...]]:
-    """Return an epilogue that stores nodes too, and the new outputs; None if a kernel has not so many."""
-    names = Names(graph)
-    called = tuple(names.new("saved", str(at)) for at in range(len(nodes)))
-    tiles = [Output(name, node) for name, node in zip(called, nodes, strict=True)]
+def _extended(graph: Graph, outputs: Sequence[Output]) -> Graph | None:
+    """Return an epilogue with further outputs; None if a kernel cannot have that many."""
     try:
-        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *tiles), graph.rounded), called
+        return canonical(graph.inputs, graph.nodes, (*graph.outputs, *outputs), graph.rounded)
     except ConfigError:
-        return None, ()
+        return None
 
 
 def _candidates(graph: Graph, *, narrow: bool) -> Iterator[tuple[int, ...]]:
@@ -153,7 +127,7 @@ def _reach_outputs(graph: Graph, sources: Sequence[int], *, without: int) -> boo
 
 
 def _scaled(graph: Graph, sources: Sequence[int]) -> frozenset[int]:
-    """Return the nodes that something independent of the sources multiplies or divides: their range is another's."""
+    """Return the nodes that a value independent of the sources multiplies or divides: the range changes there."""
     reached, found = set(sources), set()
     for index, node in enumerate(graph.nodes):
         if reached.isdisjoint(node.args):

@@ -6,42 +6,59 @@ Nothing reads the function's source to understand it; source lines serve error m
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
+import reprlib
 import sys
 import types
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from cutlass_ops.base.errors import ConfigError, EpilogueError
-from cutlass_ops.epilogue import doubles
+from cutlass_ops.epilogue import doubles, otherwise
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import Type, to_fp32
 from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Quantized, Reduction, Symbol, Tracer, Value
 
+_LAMBDA = (lambda: None).__name__
+
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
 
 
-# Not a frozen dataclass, which PyTorch's tracer takes apart.
-@dataclass(eq=False)
+# How a function returned its outputs: by their names, in order, or D alone.
+Container = Literal["", "dict", "tuple"]
+
+
+class Returned(NamedTuple):
+    """How an epilogue function returned its outputs; a call of it in another epilogue returns them in the same way."""
+
+    container: Container = ""  # ``"dict"``, ``"tuple"``, or an empty string for D's value alone
+    unconverted: tuple[str, ...] = ()  # outputs returned as a truth value or an index, which are stored as FP32 values
+
+
 class Epilogue:
     """A traced epilogue function. Two epilogues are equal if their graphs are equal.
+
+    It keeps the graph, and of the function the name, docstring and signature only: what the function closes over may
+    be freed. Each epilogue has its own of these. Equal epilogues share kernels.
 
     Attributes
     ----------
     name : str
         The function's name.
     doc : str
-        Its docstring, or an empty string.
+        Its docstring without indentation, or an empty string.
     graph : Graph
         The expression that it computes.
-    function : function
-        The function itself.
+    returned : Returned
+        How the function returned its outputs.
     token : str
         A name for this object, valid in this process.
 
@@ -49,9 +66,12 @@ class Epilogue:
     --------
     >>> @co.epilogue
     ... def biased(acc, bias: co.Row):
+    ...     "Add a bias."
     ...     return acc + bias
     >>> biased.name, [each.name for each in biased.inputs], [each.name for each in biased.outputs]
     ('biased', ['bias'], ['d'])
+    >>> biased.__doc__
+    'Add a bias.'
     >>> @co.epilogue
     ... def renamed(x, bias: co.Row):
     ...     return x + bias
@@ -62,20 +82,40 @@ class Epilogue:
     name: str
     doc: str
     graph: Graph
-    function: Callable[..., Any]
-    token: str = field(init=False, repr=False)
-    _hash: int = field(init=False, repr=False)
+    returned: Returned
+    token: str
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        doc: str | None,
+        graph: Graph,
+        signature: inspect.Signature | None = None,
+        returned: Returned | None = None,
+        place: tuple[str, str] = ("", ""),
+    ) -> None:
+        self.name = self.__name__ = name
+        self.__doc__ = doc
+        self.__module__, self.__qualname__ = place[0], place[1] or name
+        self.__signature__ = _signature(graph) if signature is None else signature
+        self.doc = inspect.cleandoc(doc or "")
+        self.graph = graph
+        self.returned = returned or Returned(
+            "dict" if sum(o.kind is not Kind.BLOCKS_D for o in graph.outputs) > 1 else ""
+        )
+        self.token = f"{name}.{next(_serials)}"
         # Kernels are looked up by epilogue on every call: hash the graph once.
-        self.token = f"{self.name}.{next(_serials)}"
-        self._hash = hash(self.graph)
+        self._hash = hash(graph)
         _BY_TOKEN[self.token] = self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "_hash"):
             raise AttributeError(f"{name} of an epilogue cannot be set: write another function")
         super().__setattr__(name, value)
+
+    # In a class, it is no method. With this, help() and inspect take it for the function that it was.
+    def __get__(self, instance: object, owner: type | None = None) -> Epilogue:
+        return self
 
     # It never changes, so that copies are the same object.
     def __copy__(self) -> Epilogue:
@@ -85,13 +125,8 @@ class Epilogue:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
-        return _again, (self.name, self.doc, self.graph.to_program(), place)
-
-    @classmethod
-    def of(cls, name: str, doc: str, graph: Graph) -> Epilogue:
-        """Return the epilogue of a graph that was not traced from a function here."""
-        return cls(name, doc, graph, _Inlined(name, graph))
+        place = self.__module__, self.__qualname__
+        return _again, (self.name, self.__doc__, self.graph.to_program(), place, tuple(self.returned))
 
     @staticmethod
     def by_token(token: str) -> Epilogue:
@@ -111,19 +146,50 @@ class Epilogue:
     @property
     def signature(self) -> inspect.Signature:
         """The function's signature, with the accumulator first."""
-        return inspect.signature(self.function)
+        return self.__signature__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Inline the function into another epilogue that is being traced.
+        """Put the expression into another epilogue that is being traced.
 
         Raises
         ------
         TypeError
             Outside of an epilogue function.
+        EpilogueError
+            If the arguments do not fit.
         """
-        if TRACER.get() is None:
+        tracer, graph = TRACER.get(), self.graph
+        if tracer is None:
             raise TypeError(f"{self.name} is an epilogue: apply it with gemm(a, b, epilogue={self.name}, ...)")
-        return self.function(*args, **kwargs)
+        if graph.block_scales:
+            raise tracer.error(
+                f"{self.name} has scales of blocks, and cannot be called in another epilogue: copy its expression"
+            )
+        try:
+            acc, *values = self.signature.bind(*args, **kwargs).arguments.values()
+        except TypeError as exc:
+            raise tracer.error(f"{self.name}{self.signature}: {exc}") from None
+        given = {Node("acc"): tracer.lift(acc)}
+        for declared, value in zip(graph.inputs, values, strict=True):
+            wanted = Type.SEED if declared.kind is Kind.INTEGER else Type.FLOAT
+            given[Node("input", (), declared.name)] = tracer.lift(value, wanted)
+        tracer.rounded |= {to_fp32(exact): exact for exact in graph.rounded}
+        at = tracer.repeat(graph.nodes, given)
+        found = {o.name: self._value(tracer, o, at) for o in graph.outputs if o.kind is not Kind.BLOCKS_D}
+        if self.returned.container == "tuple":
+            outputs: Any = namedtuple("Outputs", found)  # type: ignore[misc]
+            return outputs(**found)
+        return found if self.returned.container else found["d"]
+
+    def _value(self, tracer: Tracer, output: Output, at: Sequence[int]) -> Symbol:
+        node = at[output.node]
+        if output.reduce is not None:
+            return Reduction(tracer, node, output.reduce, output.kind)
+        if output.name == "d" and self.graph.quantized is not None:
+            return Quantized(tracer, node, self.graph.quantized)
+        if output.name in self.returned.unconverted:
+            node = at[self.graph.nodes[output.node].args[0]]
+        return Computed(tracer, node)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Epilogue):
@@ -138,55 +204,24 @@ class Epilogue:
         return f"<epilogue {self.name}(acc{inputs}) -> {', '.join(o.name for o in self.outputs)}>"
 
 
-class _Inlined:
-    """The function of an epilogue that is a graph: inside another epilogue it puts the graph's nodes there."""
-
-    def __init__(self, name: str, graph: Graph) -> None:
-        self.__name__ = name
-        self._graph = graph
-        kinds = {t.kind: t for t in ANNOTATIONS.values()}
-        # An input may be called acc as well.
-        first = "acc_" if any(i.name == "acc" for i in graph.inputs) else "acc"
-        parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY)]
-        for i in graph.inputs:
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            parameters.append(inspect.Parameter(i.name, kind, annotation=kinds.get(i.kind, Value)))
-        self.__signature__ = inspect.Signature(parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tracer, graph = TRACER.get(), self._graph
-        assert tracer is not None  # as Epilogue asks
-        if graph.block_scales:
-            raise tracer.error(
-                f"{self.__name__} has scales of blocks, and cannot be called in another epilogue: copy its expression"
-            )
-        try:
-            acc, *values = self.__signature__.bind(*args, **kwargs).args
-        except TypeError as exc:
-            raise tracer.error(f"{self.__name__}{self.__signature__}: {exc}") from None
-        given = {Node("acc"): tracer.lift(acc)}
-        for declared, value in zip(graph.inputs, values, strict=True):
-            wanted = Type.SEED if declared.kind is Kind.INTEGER else Type.FLOAT
-            given[Node("input", (), declared.name)] = tracer.lift(value, wanted)
-        at = tracer.place(graph.nodes, given)
-        tracer.rounded |= {to_fp32(exact): exact for exact in graph.rounded}
-        found = {o.name: self._value(tracer, o, at[o.node]) for o in graph.outputs if o.kind is not Kind.BLOCKS_D}
-        return found["d"] if len(found) == 1 else found
-
-    def _value(self, tracer: Tracer, output: Output, node: int) -> Symbol:
-        if output.reduce is not None:
-            return Reduction(tracer, node, output.reduce, output.kind)
-        if output.name == "d" and self._graph.quantized is not None:
-            return Quantized(tracer, node, self._graph.quantized)
-        return Computed(tracer, node)
+def _signature(graph: Graph) -> inspect.Signature:
+    """Return the signature of a function that has a graph."""
+    kinds = {t.kind: t for t in ANNOTATIONS.values()}
+    # An input may be called acc as well.
+    first = "acc_" if any(i.name == "acc" for i in graph.inputs) else "acc"
+    parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY)]
+    for i in graph.inputs:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(i.name, kind, annotation=kinds.get(i.kind, Value)))
+    return inspect.Signature(parameters)
 
 
-def _again(name: str, doc: str, graph: Any, place: tuple[str, str]) -> Epilogue:
-    """Return a pickled epilogue: what stands in its place in a loaded module if that is the same, else its graph."""
+def _again(name: str, doc: str | None, graph: Any, place: tuple[str, str], returned: tuple[Any, ...]) -> Epilogue:
+    """Return a pickled epilogue: the object in its place in a loaded module if that is the same, else its graph."""
     found: Any = sys.modules.get(place[0])
     for part in place[1].split("."):
         found = getattr(found, part, None)
-    own = Epilogue.of(name, doc, Graph.from_program(graph))
+    own = Epilogue(name, doc, Graph.from_program(graph), None, Returned(*returned), place)
     return found if isinstance(found, Epilogue) and (found.name, found.graph) == (name, own.graph) else own
 
 
@@ -203,8 +238,9 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     Parameters
     ----------
     function : function
-        A function defined with ``def``, whose parameters have no defaults. It runs once, now, and never again. A graph
-        works too, such as ``epilogue.graph`` or the result of its method ``then``.
+        A function defined with ``def``, whose parameters have no defaults. It runs once, now, and never again. The
+        epilogue does not keep it, nor what it closes over. A lambda of the accumulator alone works too, and a graph,
+        such as ``epilogue.graph`` or the result of its method ``then``. In a class, use it with ``@staticmethod``.
 
     Returns
     -------
@@ -247,16 +283,22 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
     if isinstance(function, Epilogue):
         return function
     if isinstance(function, Graph):
-        return Epilogue.of(function.title or "identity", "", function)
+        return Epilogue(_title(function), "", function)
+    if isinstance(function, staticmethod):
+        return epilogue(function.__func__)
     if not isinstance(function, types.FunctionType):
-        raise EpilogueError(f"an epilogue is a function defined with def, not {type(function).__name__}")
+        raise EpilogueError(f"an epilogue is a function defined with def, not {_called(function)}")
     tracer = Tracer(function)
     inputs = _inputs(tracer)
     args, kwargs = _arguments(tracer, inputs)
     token = TRACER.set(tracer)
     try:
-        result = function(*args, **kwargs)
-        outputs = _outputs(tracer, result)
+        outputs, returned = _outputs(tracer, function(*args, **kwargs))
+    except RecursionError:
+        raise tracer.error_at_def(
+            "the function calls itself without an end, or too deeply: an epilogue is one expression, so write a loop "
+            "with a known number of steps"
+        ) from None
     finally:
         TRACER.reset(token)
     try:
@@ -266,10 +308,49 @@ def epilogue(function: Callable[..., Any] | Graph) -> Epilogue:
             raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
     except ConfigError as exc:
         raise tracer.error_at_def(str(exc)) from None
-    return Epilogue(function.__name__, inspect.getdoc(function) or "", graph, function)
+    place = function.__module__, function.__qualname__
+    # A lambda has no name: it is called by what it computes, as a graph is.
+    name = _title(graph) if function.__name__ == _LAMBDA else function.__name__
+    return Epilogue(name, function.__doc__, graph, inspect.signature(function), returned, place)
 
 
-# What torch._dynamo.disable sets, by hand: importing that takes a second, and this room knows no PyTorch.
+def _title(graph: Graph) -> str:
+    return graph.title or "identity"
+
+
+def epilogue_given(given: object) -> Epilogue:
+    """Return the epilogue that a call is given: a decorated function, or a lambda, which is traced now.
+
+    Raises TypeError if it is neither; the message says what to write. Raises EpilogueError as :func:`epilogue` does.
+    """
+    if isinstance(given, Epilogue):
+        return given
+    if isinstance(given, types.FunctionType) and given.__name__ == _LAMBDA:
+        return epilogue(given)
+    raise TypeError(f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {_called(given)}")
+
+
+def _called(given: object) -> str:
+    """Return a description of an object that is no epilogue function, and what to write instead."""
+    name = given if isinstance(given, str) else str(getattr(given, "__name__", type(given).__name__))
+    shown = reprlib.repr(given) if isinstance(given, str) else name
+    found = otherwise.expression_of(name, "acc")
+    if found:
+        return f"{shown}: write lambda acc: {found}"
+    if isinstance(given, functools.partial):
+        whole = getattr(given.func, "__name__", "the function")
+        return f"a functools.partial: write a function with def that calls {whole} with these values, and decorate it"
+    if isinstance(given, types.MethodType | classmethod):
+        return (
+            f"the method {name}: an epilogue is called without an object, so define it outside of the class, or as "
+            "@staticmethod without self"
+        )
+    if isinstance(given, types.FunctionType):
+        return f"{name}: decorate that function"
+    return f"{shown}: write a function of acc with def, and decorate it"
+
+
+# Sets by hand what torch._dynamo.disable sets: importing that takes a second, and this room knows no PyTorch.
 epilogue._torchdynamo_disable = True  # type: ignore[attr-defined]
 epilogue._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "an epilogue is traced by cutlass_ops where it is defined: define it outside of the function that torch.compile "
@@ -279,13 +360,23 @@ epilogue._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 def _inputs(tracer: Tracer) -> list[Input]:
     function = tracer.function
-    if function.__name__ == "<lambda>":
-        raise tracer.error_at_def("a lambda cannot annotate its inputs: write the epilogue with def")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise tracer.error_at_def("an epilogue is a plain function that returns its result, no generator or coroutine")
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         raise tracer.error_at_def("the function needs a first parameter, the accumulator")
+    if function.__name__ == _LAMBDA and len(parameters) > 1:
+        names = ", ".join(["acc", *(f"{p.name}: co.Row" for p in parameters[1:])])
+        raise tracer.error_at_def(
+            "a lambda cannot annotate its inputs: write a function with def and annotate each, such as "
+            f"@co.epilogue def fused({names})"
+        )
+    owner = function.__qualname__.rpartition(".")[0]
+    if parameters[0].name in ("self", "cls") and owner and not owner.endswith("<locals>"):
+        raise tracer.error_at_def(
+            f"{parameters[0].name} is the first parameter, and an epilogue is called without an object: write "
+            "@staticmethod above @co.epilogue and leave it out, or define the function outside of the class"
+        )
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise tracer.error_at_def(f"{parameter} is not possible: declare each input by name")
@@ -351,7 +442,8 @@ def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], di
     return [v for p, v in pairs if p.name not in keywords], keywords
 
 
-def _outputs(tracer: Tracer, result: object) -> list[Output]:
+def _outputs(tracer: Tracer, result: object) -> tuple[list[Output], Returned]:
+    container: Container = "dict" if isinstance(result, dict) else "tuple" if isinstance(result, tuple | list) else ""
     if isinstance(result, Value | Quantized):
         result = {"d": result}
     if isinstance(result, (tuple, list)):
@@ -383,7 +475,8 @@ def _outputs(tracer: Tracer, result: object) -> list[Output]:
             f"the function's annotation names {', '.join(declared)}, and it returns {', '.join(names)}: give both the "
             "same names in the same order"
         )
-    return outputs
+    unconverted = (name for name, x in result.items() if isinstance(x, Value) and x.type is not Type.FLOAT)
+    return outputs, Returned(container, tuple(unconverted))
 
 
 def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
@@ -402,7 +495,7 @@ def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
 
 
 def _annotated(function: types.FunctionType) -> tuple[str, ...] | None:
-    """Return the names that an annotation of what a function returns has: a tuple of texts, or a NamedTuple."""
+    """Return the names in a function's return annotation: a tuple of texts, or a NamedTuple."""
     annotation: object = inspect.signature(function).return_annotation
     if isinstance(annotation, str):
         text = annotation
@@ -425,7 +518,7 @@ def _output(tracer: Tracer, name: str, value: object) -> Output:
     if isinstance(value, Quantized):
         raise tracer.error_at_def(
             f"output {name!r} is quantised with scales of blocks, and only D can be: return it as 'd', or quantise the "
-            "stored tensor by co.quantize"
+            "stored tensor by co.Scaled.quantize"
         )
     if not isinstance(value, (Value, Reduction)):
         raise tracer.error_at_def(f"output {name!r} is {type(value).__name__}: a traced value or a reduction is needed")

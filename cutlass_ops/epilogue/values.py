@@ -10,18 +10,20 @@ import linecache
 import math
 import numbers
 import os
+import reprlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.epilogue import otherwise
 from cutlass_ops.epilogue.build import Builder
-from cutlass_ops.epilogue.graph import fits
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.graph import MAX_NODES, fits
+from cutlass_ops.epilogue.nodes import Kind, Node
 from cutlass_ops.epilogue.operations import OPS, REDUCTIONS, TO_FLOAT, Signature, Type, to_fp32
 
 _BRANCH = (
@@ -40,7 +42,7 @@ _METHOD = "use + - * / and the functions of cutlass_ops"
 _LOGIC = "the operator {} is not supported for numbers: it takes conditions, such as {}"
 _SEED = "an Integer is a seed or an offset of co.uniform and co.dropout_mask: use a co.Scalar to compute with a number"
 _REDUCED = "a reduction can only be an output, in the returned dictionary: no operation takes it"
-_QUANTIZED = "what co.quantize gives can only be D: compute with the value that it was given instead"
+_QUANTIZED = "what co.e.quantize gives can only be D: compute with the value that it was given instead"
 _TENSOR = (
     "a tensor or array cannot be a constant: give the function a parameter annotated co.Row, co.Col, co.Tile or "
     "co.Scalar and pass it at the call"
@@ -75,6 +77,9 @@ _REFUSED: dict[str, str] = {
 for _name in ("__xor__", "__rxor__"):
     _REFUSED[_name] += "; of conditions, use !="
 
+# Of one function. A loop that does not end would fill the memory.
+MAX_STEPS = 1 << 14
+
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 
 _UFUNCS = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow"}
@@ -107,11 +112,25 @@ def _calling_line(file: str | None = None) -> _Line | None:
 
 
 class Tracer(Builder):
-    """One run of one function: what it has built so far, and where errors are."""
+    """One run of one function: what it has built so far, and the place of errors."""
 
     def __init__(self, function: types.FunctionType) -> None:
         super().__init__()
         self.function = function
+        self._steps = 0
+
+    def put(self, op: str, *args: int, attr: str | float | int | None = None) -> int:  # noqa: D102
+        self._count()
+        return super().put(op, *args, attr=attr)
+
+    def _count(self) -> None:
+        """Refuse a function that does not end."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise self.error(
+                f"the function has taken {MAX_STEPS:,} steps, and an epilogue has at most {MAX_NODES} operations: does "
+                "each of its loops end?"
+            )
 
     def error(self, problem: str) -> EpilogueError:
         """Return an error that shows the line of the function that is running."""
@@ -124,13 +143,13 @@ class Tracer(Builder):
 
     def _def_line(self) -> _Line:
         code = self.function.__code__
-        number = code.co_firstlineno  # the first decorator's line, where there is one
+        number = code.co_firstlineno  # the first decorator's line, if there is one
         while linecache.getline(code.co_filename, number).lstrip().startswith("@"):
             number += 1
         return _Line(self.function.__name__, code.co_filename, number)
 
     def apply(self, op: str, args: Sequence[object], attr: str | None = None) -> Value:
-        """Append an operation, or its result where that is a constant."""
+        """Append an operation, or its result if that is a constant."""
         if op not in OPS:
             return Computed(self, self.put(op))
         signature = self._signature(op, args)
@@ -139,8 +158,23 @@ class Tracer(Builder):
         indices = tuple(self.lift(a, wanted) for a, wanted in zip(args, signature[0], strict=True))
         return Computed(self, self.put(op, *indices, attr=attr))
 
+    def repeat(self, nodes: Sequence[Node], given: Mapping[Node, int]) -> list[int]:
+        """Put a traced function's nodes as if it ran here, except given leaves; return the place of each."""
+        at: list[int] = []
+        for node in nodes:
+            args = [at[a] for a in node.args]
+            if node in given:
+                at.append(given[node])
+            elif node.op == "pow":  # another operation, if the exponent is a number here
+                x, y = (Computed(self, a) for a in args)
+                number = self._number(args[1])
+                at.append(power(self, x, y if number is None else number).node)
+            else:
+                at.append(self.put(node.op, *args, attr=node.attr))
+        return at
+
     def _signature(self, op: str, args: Sequence[object]) -> Signature:
-        """Return the types that an operation takes of some arguments, as they are or else converted to FP32."""
+        """Return the types of an operation's arguments: their own if it takes them, else FP32."""
         possible = OPS[op].signatures
         for is_fit in (self._is, self._becomes):
             for signature in possible:
@@ -176,7 +210,8 @@ class Tracer(Builder):
         )
 
     def lift(self, x: object, wanted: Type | None = Type.FLOAT) -> int:
-        """Return the node of a traced value or a number, as a value of a type; of any where that is None."""
+        """Return the node of a traced value or a number, as a value of a type; any type if that is None."""
+        self._count()
         if isinstance(x, Value):
             if x.tracer is not self:
                 raise self.error("this value belongs to another epilogue's tracing: pass it as a parameter")
@@ -191,24 +226,47 @@ class Tracer(Builder):
             if wanted in _BITS and isinstance(x, numbers.Integral):
                 if wanted is Type.INDEX and not fits(int(x), _BITS[wanted]):
                     raise self.error(
-                        f"{x} has more than the 32 bits of an index: use a number from -2**31 up to 2**31 - 1"
+                        f"{shown(x)} has more than the 32 bits of an index: use a number from -2**31 up to 2**31 - 1"
                     )
                 return self.put("seed" if wanted is Type.SEED else "integer", attr=int(x))
             return self._constant(x)
         if _is_array(x):
             raise self.error(_TENSOR)
-        known = ": a truth value is known already, so choose by Python's own if" if isinstance(x, bool) else ""
-        raise self.error(f"a value or a number is needed here, not {type(x).__name__}{known}")
+        raise self.error(f"a value or a number is needed here, not {type(x).__name__}{_why_no_number(x)}")
 
     def _constant(self, x: numbers.Real) -> int:
+        exact = self.in_range(x)
+        return self.constant(to_fp32(exact), exact)
+
+    def in_range(self, x: numbers.Real) -> float:
+        """Return a Python or NumPy number rounded to FP64, if FP32 has a number near it."""
         try:
             exact = float(x)
-            rounded = to_fp32(exact)
-        except OverflowError:  # an int beyond FP64
-            exact, rounded = 0.0, math.inf
-        if math.isinf(rounded) != math.isinf(exact) or (rounded == 0) != (exact == 0):
+        except OverflowError:  # an int or a fraction beyond FP64
+            exact = math.inf
+        rounded = to_fp32(exact)
+        # NumPy's longdouble becomes infinite, and fractions 0, without a word.
+        if (math.isinf(rounded) and x not in (math.inf, -math.inf)) or (rounded == 0 and x != 0):
             raise self.error("a constant is outside FP32's range (1.4e-45 to 3.4e38): write 0.0 or math.inf if meant")
-        return self.constant(rounded, exact)
+        return exact
+
+
+def _why_no_number(x: object) -> str:
+    """Return what to do with something that is no real number, for a message."""
+    if isinstance(x, bool) or getattr(getattr(x, "dtype", None), "kind", "") == "b":
+        return ": a truth value is known already, so choose by Python's own if"
+    if isinstance(x, numbers.Complex):
+        return ": an epilogue computes with real numbers"
+    return ": write float(...) of it" if isinstance(x, numbers.Number) else ""
+
+
+def shown(x: object) -> str:
+    """Return a user's value for a message. Python refuses to write ints of thousands of digits."""
+    is_large = isinstance(x, int) and x.bit_length() > _SHOWN_BITS
+    return f"an int of {cast('int', x).bit_length()} bits" if is_large else reprlib.repr(x)
+
+
+_SHOWN_BITS = 128
 
 
 # Operations on indices that wrap: a number of any size is there what its lowest bits are.
@@ -225,7 +283,7 @@ TRACER: ContextVar[Tracer | None] = ContextVar("cutlass_ops_tracer", default=Non
 
 
 def _wrapped(x: int) -> int:
-    """Return what 32 bits keep of a whole number."""
+    """Return a whole number wrapped to 32 bits."""
     return (x + 2**31) % 2**32 - 2**31
 
 
@@ -245,20 +303,21 @@ _OTHERWISE = {
 
 
 def _instead(name: str) -> str:
-    return _OTHERWISE.get(name) or (f"use co.{name}" if name in OPS else _METHOD)
+    return _OTHERWISE.get(name) or (f"use co.{name}" if name in OPS else otherwise.hint(name) or _METHOD)
 
 
 def _is_array(x: object) -> bool:
-    return hasattr(type(x), "__array__") and not isinstance(x, Symbol)
+    is_scalar = any((t.__module__, t.__name__) == ("numpy", "generic") for t in type(x).__mro__)
+    return hasattr(type(x), "__array__") and not isinstance(x, Symbol) and not is_scalar
 
 
 def _number(x: Any) -> Any:
-    """Return what an array without dimensions holds, which NumPy makes of a scalar to compare it."""
+    """Return the value of an array without dimensions, into which NumPy converts a scalar to compare it."""
     return x if isinstance(x, Symbol) or not hasattr(x, "ndim") or x.ndim else x.item()
 
 
 class Symbol:
-    """What traced values and reductions have in common: Python can do little with them, and says so."""
+    """The base of traced values and reductions: Python can do little with them, and the errors say so."""
 
     __slots__ = ("node", "tracer")
 
@@ -343,7 +402,7 @@ class Value(Symbol):
         return self.tracer.apply("neg", (self,))
 
     def __pos__(self) -> Value:
-        return self
+        return Computed(self.tracer, self.tracer.lift(self, None))
 
     def __abs__(self) -> Value:
         return self.tracer.apply("abs", (self,))
@@ -402,10 +461,10 @@ class Value(Symbol):
 
 
 class Computed(Value):
-    """The accumulator, and what is computed.
+    """The accumulator, and computed values.
 
-    Inputs have classes of their own. None of these is derived from this one, since Python would then compare the other
-    way round: ``acc > bias`` is kept as it is written.
+    Inputs have classes of their own. None of these is derived from this class. Otherwise Python would swap a comparison
+    such as ``acc > bias``, which must stay as written.
     """
 
     __slots__ = ()
@@ -603,7 +662,7 @@ ANNOTATIONS: dict[str, type[Row | Col | Tile | Scalar | Product | Integer]] = {
 }
 
 
-# Powers that PyTorch computes in other ways where the exponent is a Python number.
+# Powers that PyTorch computes in other ways if the exponent is a Python number.
 _POWERS: dict[float, tuple[str, ...]] = {
     2: ("square",),
     0.5: ("sqrt",),
@@ -620,22 +679,17 @@ def power(tracer: Tracer, x: object, y: object) -> Value:
             return Computed(tracer, tracer.lift(x))
         if y == 3:
             return tracer.apply("mul", (tracer.apply("square", (x,)), x))
-        if float(y) in _POWERS:
+        exponent = tracer.in_range(y)
+        if exponent in _POWERS:
             found: object = x
-            for op in _POWERS[float(y)]:
+            for op in _POWERS[exponent]:
                 found = tracer.apply(op, (found,))
             return cast("Value", found)
     return tracer.apply("pow", (x, y))
 
 
 def apply(op: str, *args: object) -> Value:
-    """Apply an operation of the tables to values and numbers, inside an epilogue function.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of one, or if an argument is neither a value nor a number.
-    """
+    """Apply an operation inside an epilogue function. Raises EpilogueError outside of one, or for a wrong argument."""
     return _current(op).apply(op, args)
 
 
@@ -663,22 +717,20 @@ def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
 
 
 def reduce(function: str, x: object, dim: object, called: str | None = None) -> Reduction:
-    """Reduce a value over the rows (``dim`` 1 or -1) or the columns (0 or -2) of D.
-
-    Messages have the name ``called``, if the user called another function than ``function``.
-    """
+    """Reduce a value over rows (``dim`` 1 or -1) or columns (0 or -2) of D. Messages name ``called``, if given."""
     tracer = _current(function)
     kind = {1: Kind.COL, -1: Kind.COL, 0: Kind.ROW, -2: Kind.ROW}.get(dim) if type(dim) is int else None
     if kind is None:
         two = " (for the greater of two values use co.maximum)" if function == "max" and isinstance(dim, Value) else ""
         raise tracer.error(
-            f"co.{called or function} reduces over a row with dim=1 or over a column with dim=0, not dim={dim!r}{two}"
+            f"co.{called or function} reduces over a row with dim=1 or over a column with dim=0, not "
+            f"dim={shown(dim)}{two}"
         )
     return Reduction(tracer, tracer.lift(x), function, kind)
 
 
 def quantize(x: object, dtype: object, block: object) -> Quantized:
-    """Return D as a type of FP8 with a scale for each block of so many columns."""
+    """Return D as a type of FP8 with a scale for each block of columns."""
     tracer = _current("quantize")
     try:
         element = dtypes.dtype(dtype, dtypes.FP8)
@@ -686,8 +738,8 @@ def quantize(x: object, dtype: object, block: object) -> Quantized:
         raise tracer.error(str(exc)) from None
     if type(block) is not int or block != BLOCK_K:
         raise tracer.error(
-            f"co.quantize has a scale for each {BLOCK_K} columns, which one tile has, and block is {block!r}: use "
-            f"block={BLOCK_K}, or a co.Scalar or co.Col with the scale of an earlier call"
+            f"co.e.quantize has a scale for each {BLOCK_K} columns, which one tile has, and block is {shown(block)}: "
+            f"use block={BLOCK_K}, or a co.Scalar or co.Col with the scale of an earlier call"
         )
     return Quantized(tracer, tracer.lift(x), element.name)
 
@@ -702,7 +754,8 @@ def _current(function: str) -> Tracer:
     if tracer is None:
         line = _calling_line()
         # Of two functions of this name, the other is for tensors.
-        name, instead = ("e.quantize", "call co.quantize") if function == "quantize" else (function, "use PyTorch")
+        instead = "call co.Scaled.quantize" if function == "quantize" else "use PyTorch"
+        name = "e.quantize" if function == "quantize" else function
         problem = f"co.{name} works on the values of an @epilogue function only: for tensors {instead}"
         raise line.error(problem) if line else EpilogueError(problem)
     return tracer

@@ -63,5 +63,10 @@ class Extents(NamedTuple):
         return Extents(*(x.reshape(1, -1) for x in self))
 
 
+def columns(rows: Sequence[Sequence[float]], count: int) -> Floats:
+    """Return the `count` numbers of each configuration as arrays of shape (1, configurations)."""
+    return np.moveaxis(np.array(rows, np.float64).reshape(1, -1, count), 2, 0)
+
+
 # Problems as a model takes them.
 Problems: TypeAlias = Extents | Sequence[Problem]

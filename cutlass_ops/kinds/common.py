@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32, i32
-from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs
+from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs, unit_of
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
+from cutlass_ops.kinds.kind import Broken, Rule
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
-from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
 from cutlass_ops.kinds.table import KINDS, kind_of
 
 # ---- Valid values ---------------------------------------------------------------------------------------------------
@@ -37,8 +36,8 @@ VALUES: tuple[Rule[Config], ...] = (Rule("field_values", "policy", _field_values
 
 
 def _target(spec: KernelSpec, config: Config) -> Iterator[Broken]:
-    if arch.target(spec.target).wgmma != config.wgmma:
-        fitting = [t.name for t in arch.TARGETS.values() if t.wgmma == config.wgmma]
+    if arch.target(spec.target).family != config.family:
+        fitting = [t.name for t in arch.TARGETS.values() if t.family == config.family]
         yield Broken(
             f"target is {spec.target}, which does not run {kind_of(config).noun}",
             tuple({"target": name} for name in fitting),
@@ -78,22 +77,21 @@ def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     if mma is None:
         yield Broken(f"{what}, and there are kernels for {pairs()}", advice="convert one of them")
     elif not kind_of(config).multiplies(mma):
-        others = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * sm90_serves(spec)
-        advice = f"use {' or '.join(others)}" if others else "convert both to bf16"
-        yield Broken(f"{what}, which kernels of this kind do not multiply", advice=advice)
+        yield Broken(
+            f"{what}, which kernels of this kind do not multiply",
+            advice=lambda others: f"use {' or '.join(others)}" if others else "convert both to bf16",
+        )
 
 
 def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[Broken]:
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is None or mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+    unit = unit_of(spec.a.dtype, spec.b.dtype, config.family)
+    if unit is None or unit.takes_majors(spec.a.major, spec.b.major):
         return
-    if not (config.copies and mma.copyable):  # else the kernel multiplies copies along K
-        others = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * (sm90_serves(spec) and not config.wgmma)
-        reads = "wgmma" if config.wgmma else "CUTLASS's main loop"
+    if not (config.copies and unit.copyable):  # else the kernel multiplies copies along K
         yield Broken(
-            f"a is {spec.a} and b is {spec.b}, and {reads} reads these types along K only",
-            ({"realign": True},) if config.wgmma and mma.copyable else (),
-            f"use {' or '.join([f'{spec.a.dtype}.row and {spec.b.dtype}.col', *others])}",
+            f"a is {spec.a} and b is {spec.b}, and {config.family.reads} reads these types along K only",
+            ({"realign": True},) if unit.copyable else (),
+            lambda others: f"use {' or '.join([f'{spec.a.dtype}.row and {spec.b.dtype}.col', *others])}",
         )
 
 
@@ -121,10 +119,9 @@ def _fp8_outputs(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         if operand.dtype not in FP8:
             continue
         if not kind.stores_fp8:
-            other = "an Sm90Config, or " if sm90_serves(spec) else ""
             yield Broken(
                 f"{name} is {operand}, and kernels of this kind store no FP8",
-                advice=f"use {other}bf16, and convert it",
+                advice=lambda others: f"use {', or '.join([*others, 'bf16'])}, and convert it",
             )
         elif not newest:
             yield Broken(
@@ -143,10 +140,12 @@ def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     for output, operand in spec.typed_outputs:
         if output.kind is Kind.BLOCKS_D and operand.dtype is not f32:
             yield f"output {output.name} is {operand.dtype}: use f32 for scales of blocks"
-    if not config.wgmma:
+    if not kind_of(config).quantizes:
         yield Broken(
             f"the epilogue quantises d in blocks of 1x{BLOCK_K}, which kernels of this kind do not support",
-            advice="use an Sm90Config" if sm90_serves(spec) else "store d in bf16, and quantise it by co.quantize",
+            advice=lambda others: (
+                f"use {' or '.join(others)}" if others else "store d in bf16, and quantise it by co.Scaled.quantize"
+            ),
         )
 
 
@@ -161,22 +160,22 @@ def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     blocks, scales = {spec.a.scaling, spec.b.scaling} - {None}, spec.epilogue.block_scales
     if blocks and not scales:
         yield (
-            f"a is {spec.a} and b is {spec.b}, and the epilogue has no scales of their blocks: use the epilogue of "
-            "scaled_gemm, or operands without blocks"
+            f"a is {spec.a} and b is {spec.b}, and the epilogue has no scales of their blocks: use an epilogue "
+            "with scales of blocks, or operands without blocks"
         )
     if scales and not blocks:
         yield (
             f"the epilogue has scales of blocks, {' and '.join(scales)}, and a is {spec.a} and b is {spec.b}: use "
             f"'{spec.a}.blocks1x{BLOCK_K}' and '{spec.b}.blocks{BLOCK_K}x{BLOCK_K}' or '{spec.b}.blocks{BLOCK_K}x1'"
         )
-    if scales and not config.wgmma:
+    if scales and not kind_of(config).scales_blocks:
         yield Broken(
             f"the epilogue has scales of blocks, {' and '.join(scales)}, which kernels of this kind do not apply",
-            advice="use an Sm90Config with accumulation='promoted'",
+            advice=f"use {' or '.join(k.noun for k in KINDS if k.scales_blocks)} with accumulation='promoted'",
         )
     if spec.a.promoted != spec.b.promoted:
         yield f"a is {spec.a} and b is {spec.b}: use '.promoted' for both or for neither"
-    if spec.a.promoted and not (spec.a.dtype in FP8 and spec.b.dtype in FP8):
+    if spec.a.promoted and (mma is None or not mma.scalings):
         yield f"a is {spec.a} and b is {spec.b}: '.promoted' is for FP8 operands only; use operands without it"
     if spec.a.promoted and blocks:
         yield f"a is {spec.a}, and scales of blocks imply '.promoted': leave it out"

@@ -29,15 +29,7 @@ def type_of(kind: Type, compute: DType = f32) -> str:
 
 
 def float_literal(value: float, compute: DType = f32) -> str:
-    """Spell an FP32 value in C++ with the fewest decimal digits that a compiler reads back exactly.
-
-    An epilogue that computes in FP64 takes the same value as a double.
-
-    Raises
-    ------
-    ValueError
-        If the value is not exactly an FP32 value.
-    """
+    """Spell an FP32 value in C++ with the fewest decimal digits that a compiler reads back exactly."""
     if compute is f64:
         return f"double({float_literal(value)})"
     if math.isnan(value):
@@ -81,24 +73,7 @@ def seed_literal(value: int) -> str:
 
 
 def cpp_expression(node: Node, arg_names: Sequence[str], compute: DType = f32, kind: Type = Type.FLOAT) -> str:
-    """Spell one operation or constant as a C++ expression.
-
-    Parameters
-    ----------
-    node : Node
-        A constant or an operation of :data:`OPS`; the other leaves are the renderer's to name.
-    arg_names : sequence of str
-        C++ expressions of the arguments, each an identifier or bracketed.
-    compute : DType
-        The type in which the epilogue computes.
-    kind : Type
-        What the value is.
-
-    Raises
-    ------
-    ValueError
-        If the node is neither, or has another number of arguments.
-    """
+    """Spell one operation or constant as a C++ expression."""
     if node.op == "const" and isinstance(node.attr, float):
         return float_literal(node.attr, compute)
     if node.op == "integer":

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from cutlass_ops.declare.spec import Operand
+from collections.abc import Callable
+
+from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind
 from cutlass_ops.epilogue.operations import GATHERED
-from cutlass_ops.kinds.lower import ACC, Compute, Lowered, Place
+from cutlass_ops.kinds.lower import ACC, Compute, Lowered
 
 
-def flag(value: bool) -> str:
-    """Spell a truth value."""
-    return str(value).lower()
+def reads(
+    spec: KernelSpec, lowered: Lowered, value: Callable[[Input, Operand], str] | None = None
+) -> list[dict[str, str]]:
+    """List the values that an element of D needs, those of places first, and how each is read."""
+    found = []
+    for place in lowered.places:
+        arguments = f"cutlass_ops::PlaceArguments<{place.functor}>{{{', '.join(place.arguments)}}}"
+        found.append({"name": place.name, "value": f"{arguments}.functor()(row, column)"})
+    for given, operand in spec.typed_inputs:
+        if given.name in lowered.leaves and given.kind is not Kind.PRODUCT:
+            found.append({"name": given.name, "value": (value or _read)(given, operand)})
+    return found
 
 
-def placed(place: Place) -> str:
-    """Spell the value of a leaf that follows from where an element is."""
-    arguments = f"cutlass_ops::PlaceArguments<{place.functor}>{{{', '.join(place.arguments)}}}"
-    return f"{arguments}.functor()(row, column)"
-
-
-def read(given: Input, operand: Operand) -> str:
-    """Spell the value of an input for an element of D."""
+def _read(given: Input, operand: Operand) -> str:
     name, of = given.name, f"Element_{given.name}"
     if given.kind is Kind.SCALAR:
         return f"value(o.{name})"

@@ -17,11 +17,8 @@ from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.common import COMMON, VALUES
-from cutlass_ops.kinds.kind import Kind
-from cutlass_ops.kinds.rules import AnyConfig, Broken, Rule
-from cutlass_ops.kinds.sm80.kind import SM80
-from cutlass_ops.kinds.sm90.kind import SM90
-from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.kind import AnyConfig, Broken, Kind, Rule
+from cutlass_ops.kinds.table import KINDS, kind_of
 
 
 @dataclass(frozen=True)
@@ -98,17 +95,24 @@ def is_legal(spec: KernelSpec) -> bool:
 
 
 def require_legal(spec: KernelSpec) -> None:
-    """Raise an error if a declaration is illegal.
-
-    Raises
-    ------
-    ConfigError
-        If :func:`check` finds a violation. The message lists all of them.
-    """
+    """Raise an error if a declaration is illegal."""
     violations = check(spec)
     if violations:
         reasons = "\n".join(f"  {v}" for v in violations)
         raise ConfigError(f"the declaration is illegal for {spec.target}:\n{reasons}")
+
+
+def serves(kind: Kind[Any], signature: OpSignature, capability: tuple[int, int] | None = None) -> bool:
+    """Return whether kernels of a kind serve a signature at any number of rows, on a device or at all."""
+    if capability is not None and arch.target_for(capability, kind.config.family) is None:
+        return False
+    targets = ((c, None if capability is None else c.target_on(capability)) for c in kind.usual(signature))
+    return any(is_legal(signature.spec(c, target)) for c, target in targets)
+
+
+def is_served(signature: OpSignature, capability: tuple[int, int] | None = None) -> bool:
+    """Return whether some kind of kernels serves a signature at any number of rows, on a device or at all."""
+    return any(serves(kind, signature, capability) for kind in KINDS)
 
 
 # One of so many candidates is asked: there are tens of thousands, and a few hundred differ in every field.
@@ -116,18 +120,10 @@ _STEP = 97
 
 
 def why_unserved(signature: OpSignature, capability: tuple[int, int]) -> str:
-    """Return which rules a signature breaks with every configuration, in their own words; empty if it breaks none.
-
-    Parameters
-    ----------
-    signature : OpSignature
-        What no kernel serves.
-    capability : tuple of int
-        Compute capability of the device: the rules are those of its newest kind of kernels for the types and the form.
-    """
-    mma, wgmma = mma_of(signature.a.dtype, signature.b.dtype), arch.target_for(capability, wgmma=True) is not None
-    kinds = (k for k in ((SM90, SM80) if wgmma else (SM80,)) if mma and k.multiplies(mma) and signature.form in k.forms)
-    kind: Kind[Any] | None = next(kinds, None)
+    """Return which rules a signature breaks with every configuration, in their own words; empty if it breaks none."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    there = (k for k in KINDS if k.general and arch.target_for(capability, k.config.family) is not None)
+    kind = next((k for k in there if mma and k.multiplies(mma) and signature.form in k.forms), None)
     if kind is None:
         return ""
     asked = (signature.spec(c, c.target_on(capability)) for c in islice(kind.candidates(signature), 0, None, _STEP))
@@ -163,13 +159,21 @@ def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
         # Do not advise a change that breaks another rule.
         if rule not in after and after <= before:
             named.append(_spelled(spec, change))
-    advice = [broken.advice] if broken.advice else []
+    said = broken.advice if isinstance(broken.advice, str) else broken.advice(_others(spec))
+    advice = [said] if said else []
     if named:
         advice.append(f"use {' or '.join(dict.fromkeys(named))}")
     elif not advice:
         changes = [text for change in broken.changes if (text := _spelled(spec, change))]
-        advice.append(" with ".join(("use another tile", *changes[:1])))
+        advice = [" with ".join(("use another tile", *changes[:1]))]
     return f"{broken.what}: {', or '.join(advice)}"
+
+
+def _others(spec: KernelSpec) -> list[str]:
+    """Name the other kinds of kernels that serve a declaration, those for most targets first."""
+    signature = OpSignature.of(spec)
+    others = (kind for kind in reversed(KINDS) if kind is not kind_of(spec.config))
+    return [kind.noun for kind in others if serves(kind, signature)]
 
 
 def _spelled(spec: KernelSpec, change: Mapping[str, object]) -> str:
@@ -193,14 +197,4 @@ def _changed(spec: KernelSpec, change: Mapping[str, object]) -> KernelSpec:
             continue
         field, _, side = name.partition(".")
         config = replace(config, **{field: replace(getattr(config, field), **{side: value}) if side else value})
-    return KernelSpec(
-        a=spec.a,
-        b=spec.b,
-        d=spec.d,
-        epilogue=spec.epilogue,
-        inputs={i.name: t for i, t in spec.typed_inputs},
-        outputs={o.name: t for o, t in spec.typed_outputs},
-        config=config,
-        target=str(change.get("target", spec.target)),
-        form=spec.form,
-    )
+    return spec.with_config(config, str(change.get("target", spec.target)))

@@ -13,13 +13,13 @@ value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from cutlass_ops.base.dtypes import DType, f32, f64, i32, i64
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
@@ -38,23 +38,20 @@ from cutlass_ops.kinds.cpp import (
 ACC = "acc"
 
 
+def flag(value: bool) -> str:
+    """Spell a truth value."""
+    return str(value).lower()
+
+
 @dataclass(frozen=True)
 class Compute:
-    """One rendered C++ function on FP32 scalars, or on FP64 ones.
+    """One rendered C++ function on FP32 scalars, or on FP64 ones."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the value, unique in the epilogue; the C++ struct is named after it.
-    args : tuple of str
-        Names of the leaves and of the earlier computes that are its parameters: first leaves, in the order in which
-        they are loaded, since a tree of visitors passes its children's values by position.
-    lines : tuple of str
-        Statements of the body, the last one a ``return``; none where pairs of its only argument are swapped.
-    """
-
-    name: str
+    name: str  # name of the value, unique in the epilogue; the C++ struct is named after it
+    # Names of the leaves and of the earlier computes that are its parameters: first leaves, in the order in which
+    # they are loaded, since a tree of visitors passes its children's values by position
     args: tuple[str, ...]
+    # Statements of the body, the last one a ``return``; none where pairs of its only argument are swapped
     lines: tuple[str, ...]
 
     @property
@@ -83,21 +80,22 @@ class Store:
 
 @dataclass(frozen=True)
 class Place:
-    """A leaf whose value follows from where an element is.
+    """A leaf whose value follows from where an element is."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the value.
-    functor : str
-        The C++ type that gives it of a row and a column.
-    arguments : tuple of str
-        Its launch arguments, of which ``o.`` begins those that a call has.
-    """
+    name: str  # name of the value
+    functor: str  # the C++ type that gives it of a row and a column
+    arguments: tuple[str, ...] = ()  # its launch arguments, of which ``o.`` begins those that a call has
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """One visitor of the epilogue: its name, its C++ type, its launch arguments, and whose values it takes."""
 
     name: str
-    functor: str
-    arguments: tuple[str, ...] = ()
+    type: str
+    arguments: str
+    edges: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -269,22 +267,17 @@ def named_for_cpp(spec: KernelSpec) -> KernelSpec:
         tuple(Node(n.op, n.args, inputs[str(n.attr)]) if n.op == "input" else n for n in graph.nodes),
         (graph.outputs[0], *(o._replace(name=outputs[o.name]) for o in further)),
     )
-    return KernelSpec(
-        a=spec.a,
-        b=spec.b,
-        d=spec.d,
-        epilogue=renamed,
-        inputs={inputs[i.name]: operand for i, operand in spec.typed_inputs},
-        outputs={outputs[o.name]: operand for o, operand in spec.typed_outputs},
-        config=spec.config,
-        target=spec.target,
-        order=spec.order,
-        form=spec.form,
-    )
+    types: dict[str, Any] = {
+        "inputs": {inputs[i.name]: operand for i, operand in spec.typed_inputs},
+        "outputs": {outputs[o.name]: operand for o, operand in spec.typed_outputs},
+    }
+    return replace(spec, epilogue=renamed, **types)
 
 
 # ---- Operands and launch arguments -----------------------------------------------------------------------------------
 
+# What reads the arguments of each form, and each kind of argument.
+READERS = {DENSE: "call", BATCHED: "batched", GROUPED: "groups", RAGGED_K: "batched"}
 _READERS = {
     Kind.ROW: "row",
     Kind.COL: "col",
@@ -300,19 +293,7 @@ _READERS = {
 def types(
     spec: KernelSpec, lowered: Lowered, places: str, loaded: Callable[[Operand], Operand] = lambda operand: operand
 ) -> dict[str, Any]:
-    """Return the template variables that say what the kernel computes on, and the headers that few kernels need.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    lowered : Lowered
-        Its epilogue.
-    places : str
-        The header that this kind of kernel needs where values depend on their place.
-    loaded : callable
-        Returns as what the kernel's source knows A and B.
-    """
+    """Return the template variables that say what the kernel computes on, and the headers that few kernels need."""
     a, b = loaded(spec.a), loaded(spec.b)
     reductions = (REDUCTIONS[o.reduction].header for o in spec.epilogue.outputs if o.reduction is not None)
     headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
@@ -338,10 +319,7 @@ def types(
         ],
         "headers": sorted(headers),
         "swaps_pairs": spec.epilogue.swaps_pairs,
-        # Groups are found by their first row and number where a batch is found by its place.
-        "batched": spec.form != DENSE,
-        "grouped": spec.form == GROUPED,
-        "ragged_k": spec.form == RAGGED_K,
+        "batched": spec.form == BATCHED,
     }
 
 
@@ -351,25 +329,17 @@ def layout_of(operand: Operand) -> str:
 
 
 def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) -> list[dict[str, str]]:
-    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        The kernel.
-    whole_accesses : callable
-        Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
-        must divide its extent.
-    """
-    field = {DENSE: _field, GROUPED: _grouped_field}.get(spec.form, _batched_field)
+    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
     found = [
-        _blocks(spec, i) if i.kind in BLOCKS else field(i.name, i.kind, operand, whole_accesses(operand, False))
+        _blocks(spec, i)
+        if i.kind in BLOCKS
+        else _field(spec.form, i.name, i.kind, operand, whole_accesses(operand, False))
         for i, operand in spec.typed_inputs
     ]
     return found + [
         _scales(o.name)
         if o.kind is Kind.BLOCKS_D
-        else field(o.name, o.kind, operand, whole_accesses(operand, True), "_output")
+        else _field(spec.form, o.name, o.kind, operand, whole_accesses(operand, True), "_output")
         for o, operand in spec.typed_outputs
     ]
 
@@ -395,36 +365,19 @@ def _scales(name: str) -> dict[str, str]:
     return {"name": name, "type": "cutlass_ops::WrittenScales", "read": read}
 
 
-def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
-    element, reader = f"Element_{name}", _READERS[kind] + suffix
+def _field(form: Form, name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
+    """Read an argument, with the distances between its batches or groups if there are several; scalars are shared."""
+    element, matrix = f"Element_{name}", "cutlass_ops::Matrix" if form == DENSE else "cutlass_ops::BatchedMatrix"
+    how = f"{'call' if kind in (Kind.SCALAR, Kind.INTEGER) else READERS[form]}.{_READERS[kind]}{suffix}"
     if kind in (Kind.SCALAR, Kind.INTEGER):
-        return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
+        return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"{how}<{element}>()"}
     if kind is Kind.PRODUCT:
-        return {
-            "name": name,
-            "type": "cutlass_ops::Matrix",
-            "read": "call.second<ElementB, MajorB, AlignmentB>(o.problem)",
-        }
+        return {"name": name, "type": matrix, "read": f"{how}<ElementB, MajorB, AlignmentB>(o.problem)"}
     if kind is not Kind.TILE:
-        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
-    arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {str(whole).lower()}"
-    return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
-
-
-def _batched_field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
-    """As a launch argument of one GEMM, but read with the distances between batches; scalars are shared."""
-    found = _field(name, kind, operand, whole, suffix)
-    if kind in (Kind.SCALAR, Kind.INTEGER):
-        return found
-    vector = kind in (Kind.ROW, Kind.COL)
-    batched = f"cutlass_ops::BatchedVector<Element_{name}>" if vector else "cutlass_ops::BatchedMatrix"
-    return {**found, "type": batched, "read": found["read"].replace("call.", "batched.")}
-
-
-def _grouped_field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
-    """As a launch argument of batches, but read with the distances between rows and between groups."""
-    found = _batched_field(name, kind, operand, whole, suffix)
-    return {**found, "read": found["read"].replace("batched.", "groups.")}
+        vector = f"{element}*" if form == DENSE else f"cutlass_ops::BatchedVector<{element}>"
+        return {"name": name, "type": vector, "read": f"{how}<{element}>(o.problem)"}
+    arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {flag(whole)}"
+    return {"name": name, "type": matrix, "read": f"{how}<{arguments}>(o.problem)"}
 
 
 def _operand(operand: Operand) -> dict[str, Any]:

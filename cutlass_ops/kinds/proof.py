@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cutlass_ops.base import reuse
+from cutlass_ops.base import sass
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.mma import mma_of, pairs
 from cutlass_ops.base.sass import opcodes
@@ -18,34 +18,18 @@ def prove_tensor_cores(library: Path, spec: Declaration) -> dict[str, int]:
 
 
 def proved(library: bytes, where: str, spec: Declaration) -> dict[str, int]:
-    """Check that a kernel has the instructions that its configuration requires, and return its opcode counts.
-
-    An Sm90 configuration requires ``wgmma`` (HGMMA) and TMA loads (UTMALDG). An Sm80 configuration requires
-    ``mma.sync`` (HMMA), as does a GEMV configuration with eight rows or more. A quantisation multiplies nothing.
-
-    Parameters
-    ----------
-    library : bytes
-        Contents of the file.
-    where : str
-        Its path, for messages.
-    spec : KernelSpec or QuantizeSpec
-        The declaration.
-
-    Raises
-    ------
-    CompileError
-        If a required instruction is missing: the kernel would run, but more slowly. If the compiler's flags would
-        have it read a register's former value.
-    """
-    reuse.require_none_stale(library, where)
+    """Check that a kernel has the instructions that its configuration requires, and return its opcode counts."""
+    sass.require_none_stale(library, where)
     counts = opcodes(library, where)
     if isinstance(spec, QuantizeSpec):
         return counts
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None:
         raise CompileError(f"no instruction multiplies {spec.a.dtype} by {spec.b.dtype}: there are {pairs()}")
-    missing = [op for op in kind_of(spec.config).proof(spec.config, mma) if not counts.get(op)]
+    unit = mma.by(spec.config.family)
+    if unit is None:
+        raise CompileError(f"no {spec.config.family} instruction multiplies {spec.a.dtype} by {spec.b.dtype}")
+    missing = [op for op in kind_of(spec.config).proof(spec.config, unit) if not counts.get(op)]
     if missing:
         found = ", ".join(f"{n} {op}" for op, n in counts.items()) or "none of the instructions looked for"
         raise CompileError(

@@ -11,11 +11,12 @@ import textwrap
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops.base import resources
+from cutlass_ops.base import forks, resources
+from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.declare.quantizing import Declaration, QuantizeSpec
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds import legality, quantizing
+from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.lower import named_for_cpp
 from cutlass_ops.kinds.table import kind_of
 
@@ -65,11 +66,27 @@ def source(spec: Declaration) -> str:
 def render(spec: Declaration) -> str:
     """Return the source of a declaration that is known to be legal. Others give an error from within, or wrong C++."""
     if isinstance(spec, QuantizeSpec):
-        return _environment().get_template(quantizing.TEMPLATE).render(quantizing.context(spec) | _header(spec))
+        return _filled("quantize.cu.j2", _quantizing(spec) | _header(spec))
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     kind = kind_of(spec.config)
-    return _environment().get_template(kind.template).render(kind.context(named_for_cpp(spec)) | _header(spec))
+    return _filled(kind.template, kind.context(named_for_cpp(spec)) | _header(spec))
+
+
+def _filled(template: str, context: dict[str, Any]) -> str:
+    with forks.held_off():  # jinja2 has locks of its own
+        return _environment().get_template(template).render(context)
+
+
+def _quantizing(spec: QuantizeSpec) -> dict[str, Any]:
+    """Return the variables of ``quantize.cu.j2``."""
+    types = dict.fromkeys((spec.x, spec.d, f32))
+    return {
+        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in types],
+        "x": spec.x.cpp,
+        "d": spec.d.cpp,
+        "by_rows": spec.block is None,
+    }
 
 
 def _header(spec: Declaration) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Which epilogue a kernel uses, and which kinds of kernels can be legal for a spec."""
+"""Which epilogue a kernel uses, and questions that several kinds of kernels ask."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cutlass_ops.base.dtypes import FP8, f64, i8, i32
-from cutlass_ops.base.mma import MmaSpec, mma_of
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
-from cutlass_ops.declare.spec import KernelSpec, Operand, copied
-from cutlass_ops.epilogue import doubles, integers
+from cutlass_ops.base.arch import MMA_SYNC, WGMMA
+from cutlass_ops.base.dtypes import FP8, f64
+from cutlass_ops.base.mma import MmaSpec, unit_of
+from cutlass_ops.declare.form import DENSE, Form
+from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
@@ -20,19 +20,13 @@ def source(spec: KernelSpec) -> tuple[Input, Operand] | None:
 
 
 def source_name(spec: KernelSpec) -> str | None:
-    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None.
-
-    It is the first one aligned to 16 bytes. Visitors load the other tile inputs.
-    """
+    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None."""
     found = source(spec)
     return found and found[0].name
 
 
 def plain_epilogue(spec: KernelSpec) -> bool:
-    """Return whether ``epilogue.h`` stores D: TMA can store D, and it reads no other tensor of D's size than C.
-
-    It writes no other one either, unless its own visitors do: see :func:`stored_by_threads`.
-    """
+    """Return whether ``epilogue.h`` stores D: TMA can store D, and it reads no other tensor of D's size than C."""
     read = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
     written = [o for o in spec.epilogue.outputs[1:] if o.reduce is None]
     by_itself = not written or stored_by_threads(spec)
@@ -56,19 +50,9 @@ def d_alone(spec: KernelSpec) -> bool:
     return all(o.kind is Kind.BLOCKS_D for o in spec.epilogue.outputs[1:])
 
 
-def by_wgmma(mma: MmaSpec) -> bool:
-    """Return whether kernels of ``wgmma`` multiply a pair of types."""
-    return bool(mma.wgmma_opcode)
-
-
-def by_mma_sync(mma: MmaSpec) -> bool:
-    """Return whether CUTLASS's kernels of ``mma.sync`` multiply a pair of types."""
-    return bool(mma.shapes)
-
-
 def in_16_bits(mma: MmaSpec) -> bool:
     """Return whether this library's own kernels of ``mma.sync`` multiply a pair of types: these load 16 bits."""
-    return bool(mma.shapes) and mma.bits == 16
+    return mma.by(MMA_SYNC) is not None and mma.bits == 16
 
 
 def by_several_fours(mma: MmaSpec, instruction_k: int) -> bool:
@@ -82,10 +66,7 @@ def takes_means(mma: MmaSpec) -> bool:
 
 
 def quantizes_apart(epilogue: Graph, form: Form) -> bool:
-    """Return whether D is quantised and each warp can store its own rows (``QuantizedByWarps`` in ``quantized.h``).
-
-    That is so where nothing that the epilogue reads or adds up comes from other warpgroups.
-    """
+    """Return whether D is quantised and each warp can store its own rows (``QuantizedByWarps`` in ``quantized.h``)."""
     return (
         epilogue.quantized is not None
         and form == DENSE
@@ -106,53 +87,8 @@ def beside_each_other(spec: KernelSpec) -> bool:
     Of types that are copied along K, they are not copied: no other kernel has two weights, so that even a few rows
     would take copies of both. Two GEMMs choose for themselves.
     """
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    return spec.b.major == "col" and (spec.b.aligned or mma is None or not mma.wgmma_k_major_only)
-
-
-def serves(spec: KernelSpec) -> bool:
-    """Return whether some kind of kernels can be legal for a spec, at any number of rows. It agrees with the rules."""
-    return spec.epilogue.is_pointwise or sm90_serves(spec) or sm80_serves(spec)
-
-
-def sm80_serves(spec: KernelSpec) -> bool:
-    """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if spec.epilogue.is_pointwise or spec.form not in (DENSE, BATCHED):
-        return False
-    if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
-        return False
-    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False) or (spec.a.dtype is i8 and not whole_lines(spec)):
-        return False
-    if spec.epilogue.gathered and not takes_means(mma):
-        return False
-    if mma.compute is f64 and doubles.why_not(spec.epilogue) is not None:
-        return False
-    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
-        return False
-    pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
-    return pairs and not spec.epilogue.products and spec.epilogue.quantized is None
-
-
-def sm90_serves(spec: KernelSpec) -> bool:
-    """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if spec.epilogue.is_pointwise:
-        return False
-    if mma is None or not by_wgmma(mma):
-        return False
-    if any(copied(spec.a, spec.b)) and not (mma.copyable and spec.form == DENSE):
-        return False
-    if spec.epilogue.gathered and not takes_means(mma):
-        return False
-    if spec.d.dtype is i32 and integers.why_not(spec.epilogue) is not None:
-        return False
-    plain = plain_epilogue(spec)
-    own = spec.epilogue.swaps_pairs or any(paired(spec))
-    if spec.epilogue.quantized is not None and not (plain and spec.d.major == "row"):
-        return False
-    alone = plain and d_alone(spec) and source_name(spec) is None and beside_each_other(spec)
-    return (plain or not own) and (alone or not spec.epilogue.products)
+    unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
+    return spec.b.major == "col" and (spec.b.aligned or unit is None or not unit.k_major_only)
 
 
 def paired(spec: KernelSpec) -> Iterator[str]:
@@ -161,10 +97,7 @@ def paired(spec: KernelSpec) -> Iterator[str]:
 
 
 def reduced_together(spec: KernelSpec) -> tuple[tuple[Output, ...], ...]:
-    """Return a kernel's reductions, those of the same values in the same direction together, each in D's order.
-
-    They share what thread blocks leave for each other. CUTLASS's own epilogue has a visitor for each.
-    """
+    """Return a kernel's reductions, those of the same values in the same direction together, each in D's order."""
     groups: dict[object, list[Output]] = {}
     for output, _ in spec.typed_outputs:
         if output.reduction is not None:

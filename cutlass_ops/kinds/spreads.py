@@ -19,43 +19,23 @@ _EULER = 0.5772156649
 
 
 class Groups(NamedTuple):
-    """Groups of several sizes.
+    """Groups of several sizes."""
 
-    Attributes
-    ----------
-    rows : array
-        The rows of a group of each size, at least 1: of shape (sizes, *problems).
-    counts : array
-        How many groups have that size, which need not be whole. The shape meets that of `rows`.
-    """
-
-    rows: Floats
-    counts: Floats
+    rows: Floats  # the rows of a group of each size, at least 1: of shape (sizes, *problems)
+    counts: Floats  # how many groups have that size, which need not be whole. The shape meets that of `rows`.
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One way in which rows may be spread.
+    """One way in which rows may be spread."""
 
-    Attributes
-    ----------
-    name : str
-        What it is called.
-    weight : float
-        How much it counts in the choice of a kernel. All weights add up to 1.
-    groups : callable
-        Returns the groups that have rows. Takes the rows of all groups together, and the number of groups.
-    shares : callable
-        Returns how many rows each group has relative to the others. Takes the groups' ranks, 1, 2 and so on.
-    by_chance : bool
-        Whether each row takes a group by chance.
-    """
-
-    name: str
-    weight: float
+    name: str  # what it is called
+    weight: float  # how much it counts in the choice of a kernel. All weights add up to 1.
+    # Returns the groups that have rows. Takes the rows of all groups together, and the number of groups.
     groups: Callable[[Floats, Floats], Groups]
+    # Returns how many rows each group has relative to the others. Takes the groups' ranks, 1, 2 and so on.
     shares: Callable[[Floats], Floats]
-    by_chance: bool = False
+    by_chance: bool = False  # whether each row takes a group by chance
 
     def drawn(self, rows: int, groups: int, generator: np.random.Generator) -> list[int]:
         """Return how many rows each group has, all together `rows`. Ranks come in a random order."""
@@ -113,13 +93,7 @@ ASSUMED = (
 
 
 def in_order(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names of spreads, written in any case, in one order; none if they are all.
-
-    Raises
-    ------
-    ValueError
-        If there is no spread of a name.
-    """
+    """Return names of spreads, written in any case, in one order; none if they are all."""
     known = {spread.name.lower(): spread.name for spread in ASSUMED}
     if isinstance(names, str):
         raise ValueError(f"spreads is {names!r}: pass a sequence of names, such as [{names!r}]")
@@ -132,13 +106,7 @@ def in_order(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def named(names: Sequence[str]) -> tuple[Spread, ...]:
-    """Return spreads by their names, with weights that add up to 1; without names, all that are assumed.
-
-    Raises
-    ------
-    ValueError
-        If there is no spread of a name.
-    """
+    """Return spreads by their names, with weights that add up to 1; without names, all that are assumed."""
     wanted = in_order(names)
     found = [spread for spread in ASSUMED if not wanted or spread.name in wanted]
     whole = sum(spread.weight for spread in found)

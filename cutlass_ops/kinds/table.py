@@ -1,36 +1,30 @@
-"""The table of all kinds of kernels."""
+"""The table of all kinds of kernels: each folder beside this file is one, with a ``kind.py`` that declares it."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
+from cutlass_ops import kinds
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.gemv.kind import GEMV
-from cutlass_ops.kinds.kind import Kind
-from cutlass_ops.kinds.pointwise.kind import POINTWISE
-from cutlass_ops.kinds.rules import AnyConfig
-from cutlass_ops.kinds.sm80.kind import SM80
-from cutlass_ops.kinds.sm90.kind import SM90
-from cutlass_ops.kinds.small.kind import SMALL
+from cutlass_ops.kinds.kind import DECLARED, AnyConfig, Kind
 
-# Every kind is an entry here and a folder beside this file.
-KINDS: tuple[Kind[Any], ...] = (SM90, SM80, GEMV, SMALL, POINTWISE)
-_BY_CONFIG: dict[type, Kind[Any]] = {kind.config: kind for kind in KINDS}
+for _folder in iter_modules(kinds.__path__):
+    if _folder.ispkg:
+        import_module(f"{kinds.__name__}.{_folder.name}.kind")
+
+# General kinds come first, and of these the newest family; then those that tables have.
+KINDS: tuple[Kind[Any], ...] = tuple(
+    sorted(DECLARED.values(), key=lambda k: (not k.general, not k.config.family.tma, not k.in_tables, k.pointwise))
+)
 
 
 def kind_of(config: AnyConfig) -> Kind[AnyConfig]:
     """Return the kind of a configuration."""
-    return _BY_CONFIG[type(config)]
+    return DECLARED[type(config)]
 
 
 def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
-    """Return the shared memory of one thread block in bytes.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        A declaration with valid field values.
-    stages : int, optional
-        Stages of the main loop. The default is the configuration's number, or else as many as fit.
-    """
+    """Return the shared memory of one thread block in bytes."""
     return kind_of(spec.config).shared_memory(spec, spec.config, stages)

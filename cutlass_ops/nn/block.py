@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from cutlass_ops.nn.launching import Prepares
 from cutlass_ops.nn.linear import Linear
 from cutlass_ops.nn.mlp import GatedMLP, call
 
 
 class _Attention(torch.nn.Module):
-    """Causal attention with rotated queries and keys; what it adds to is the residual of its last GEMM."""
+    """Causal attention with rotated queries and keys. Its last GEMM adds the residual."""
 
     def __init__(
         self, hidden: int, heads: int, groups: int, dimension: int, theta: float, bias: bool, device: Any, dtype: Any
@@ -40,7 +41,7 @@ class _Attention(torch.nn.Module):
         )
         together = found.transpose(-3, -2).flatten(-2)
         if torch.compiler.is_exporting():
-            # What an exported attention is decomposed to may lay its heads out in another way.
+            # The decomposition of an exported attention may lay out its heads in another way.
             together = together.clone(memory_format=torch.contiguous_format)
         return call(self.o_proj, together, residual)
 
@@ -56,7 +57,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class DecoderBlock(torch.nn.Module):
+class DecoderBlock(torch.nn.Module, Prepares):
     """A decoder layer: RMSNorm, causal attention and a gated MLP. Epilogues of GEMMs add the residuals.
 
     Parameters are named as in Hugging Face's ``LlamaDecoderLayer`` and ``MistralDecoderLayer``, whose state_dicts load.

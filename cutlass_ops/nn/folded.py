@@ -8,32 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_ops.run import watching
+from cutlass_ops.operand import watching
 
 
 class _Seen(NamedTuple):
-    """What a parameter was.
+    """A parameter as it was: its address or its version changes if the parameter does."""
 
-    Attributes
-    ----------
-    parameter : Tensor
-        Another one may come to lie at its address. It is no weak reference, since ``torch.utils.swap_tensors`` refuses
-        tensors that have any.
-    address, version
-        What changes when it does.
-    """
-
+    # Compared by identity, since another may come to its address. It is no weak reference, since
+    # ``torch.utils.swap_tensors`` refuses tensors that have any.
     parameter: Tensor
     address: int
     version: int
-
-    @classmethod
-    def of(cls, p: Tensor) -> _Seen:
-        return cls(p, _address(p), p._version)
-
-    def is_still(self, p: Tensor) -> bool:
-        parameter, address, version = self
-        return parameter is p and p._version == version and _address(p) == address
 
 
 def _address(p: Tensor) -> int:
@@ -41,26 +26,19 @@ def _address(p: Tensor) -> int:
 
 
 class Folded:
-    """What was folded from parameters. Copies and pickles of it are empty.
-
-    Attributes
-    ----------
-    value
-        It; None if nothing is folded now.
-    """
+    """What was folded from parameters. Copies and pickles of it are empty."""
 
     def __init__(self) -> None:
-        self.value: Any = None
-        self._seen: tuple[_Seen, ...] = ()
+        # The value, and what it was folded from: one tuple, since several threads may fold.
+        self._kept: tuple[Any, tuple[_Seen, ...]] | None = None
+
+    @property
+    def value(self) -> Any:
+        """What is folded now, or None."""
+        return None if self._kept is None else self._kept[0]
 
     def fold(self, make: Callable[[], Any], sources: Callable[[], Sequence[Tensor]]) -> Any:
-        """Make it of the parameters that `sources` returns.
-
-        Raises
-        ------
-        ValueError
-            If a parameter does not count its changes, as one that was made in inference mode.
-        """
+        """Make the value. Raises ValueError if a source does not count its changes, as one made in inference mode."""
         parameters = sources()
         if any(p.is_inference() for p in parameters):
             raise ValueError(
@@ -68,34 +46,35 @@ class Folded:
                 "would not be noticed: create or load the module outside of it"
             )
         with torch.no_grad():
-            self.value = make()
-        self._seen = tuple(map(_Seen.of, parameters))
-        return self.value
+            value = make()
+        self._kept = value, tuple(_Seen(p, _address(p), p._version) for p in parameters)
+        return value
 
     def current(self, make: Callable[[], Any], sources: Callable[[], Sequence[Tensor]]) -> Any:
         """Return it for a call without gradients, made again if a parameter changed; None if that cannot be known.
 
         PyTorch's tracer takes what there is.
         """
+        kept = self._kept
         if torch.compiler.is_compiling():
-            return self.value
+            return None if kept is None else kept[0]
         parameters = sources()
         for p in parameters:
             if p.is_inference():
                 return None
-        if self.value is not None and len(parameters) == len(self._seen):
-            for seen, p in zip(self._seen, parameters, strict=True):
-                if not seen.is_still(p):
+        if kept is not None and len(parameters) == len(kept[1]):
+            for (before, address, version), p in zip(kept[1], parameters, strict=True):
+                if before is not p or p._version != version or _address(p) != address:
                     break
             else:
-                return self.value
+                return kept[0]
         # While a mode watches, it may be made of fake tensors, which no later call could use.
         return None if watching.is_watched() else self.fold(make, sources)
 
     def drop(self) -> None:
-        """Forget it, ahead of a training step: fused optimizers write parameters without counting it as a change."""
-        if self.value is not None:  # PyTorch's tracer would repeat an assignment in each call
-            self.value = None
+        """Forget the value before a training step: fused optimizers write parameters without counting a change."""
+        if self._kept is not None:  # PyTorch's tracer would repeat an assignment in each call
+            self._kept = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Folded, ()

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import Linear
-from cutlass_ops.nn.parallel import sum_dtype
-from cutlass_ops.nn.reading import add_to_main_grad, are_read, matrices, matrix, must_leave_trace, rows, vectors
+from cutlass_ops.nn.linear import Activated, Linear, activated, is_plain
+from cutlass_ops.nn.parallel import plus, sum_dtype
+from cutlass_ops.nn.reading import add_to_main_grad, is_watched, matrices, matrix, must_leave_trace, rows, vectors
 from cutlass_ops.run.chained import chain
 from cutlass_ops.run.gated import gated_op
 
 
-class MLP(torch.nn.Module):
+class MLP(Activated, torch.nn.Module):
     """An MLP in two kernels: fc2(activation(fc1(x))) + residual.
 
     Without biases, the backward multiplies by the activation's derivative in the epilogue of a GEMM. With biases, a
@@ -38,7 +38,10 @@ class MLP(torch.nn.Module):
     Attributes
     ----------
     fc1, fc2 : Linear
-        The layers. Only their parameters are read; they are called only if they have hooks, DTensors or another class.
+        The layers, without the activation. Only their parameters are read; they are called only if they have hooks,
+        DTensors or another class, or in FP32.
+    activation : str
+        Read-only.
 
     Examples
     --------
@@ -59,21 +62,23 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.fc1 = Linear(in_features, hidden_features, bias, device, dtype, activation=activation)
+        self.fc1 = Linear(in_features, hidden_features, bias, device, dtype)
         out_features = in_features if out_features is None else out_features
         self.fc2 = Linear(hidden_features, out_features, bias, device, dtype)
+        self._set_activation(activation)
+        self._ops = epilogues.linear_ops(activation)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual (..., N), which is passed by name."""
         first, second = self.fc1, self.fc2
-        if not are_read(_OWN, first, second):
-            return call(second, first(x), residual)
+        if not is_plain(x, first, second):
+            return call(second, activated(self._known, self._ops, first, x), residual)
         return two_layers(
-            (first._ops, second._ops), x, (first.weight, second.weight), (first.bias, second.bias), residual
+            (self._ops, second._ops), x, (first.weight, second.weight), (first.bias, second.bias), residual
         )
 
 
-class GatedMLP(torch.nn.Module):
+class GatedMLP(Activated, torch.nn.Module):
     """A gated MLP: down_proj(activation(gate_proj(x)) * up_proj(x)) + residual.
 
     ``activation="silu"`` gives SwiGLU, ``"gelu"`` and ``"gelu_tanh"`` give GeGLU. On Hopper, without gradients, one
@@ -93,8 +98,10 @@ class GatedMLP(torch.nn.Module):
     Attributes
     ----------
     gate_proj, up_proj, down_proj : Linear
-        The layers, named as in Hugging Face's Llama. Only their parameters are read; they are called only if they have
-        hooks, DTensors or another class.
+        The layers, without the activation, named as in Hugging Face's Llama. Only their parameters are read; they are
+        called only if they have hooks, DTensors or another class, or in FP32.
+    activation : str
+        Read-only.
 
     Examples
     --------
@@ -113,18 +120,17 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gate_proj = Linear(in_features, hidden_features, bias, device, dtype, activation=activation)
+        self.gate_proj = Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = Linear(hidden_features, in_features, bias, device, dtype)
-        self._ops, self._activations = gated_ops(activation), (activation, None)
+        self._set_activation(activation)
+        self._ops, self._gate_ops = gated_ops(activation), epilogues.linear_ops(activation)
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual of x's shape."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        # Another layer may have taken the place of one.
-        is_gated = are_read(_OWN, gate, up, down) and (gate.activation, up.activation) == self._activations
-        if not is_gated or (gate.bias is None) != (up.bias is None):
-            return call(down, gate(x) * up(x), residual)
+        if not is_plain(x, gate, up, down) or (gate.bias is None) != (up.bias is None):
+            return call(down, activated(self._known, self._gate_ops, gate, x) * up(x), residual)
         return gated_layers(
             (self._ops, down._ops),
             x,
@@ -134,17 +140,12 @@ class GatedMLP(torch.nn.Module):
         )
 
 
-# The class whose parameters are read; a subclass may have another forward.
-_OWN = (Linear,)
-
-
 def call(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """Call a module, and add a residual. One of ours adds it: its result may lie on several devices."""
-    if residual is not None and isinstance(module, Linear | MLP | GatedMLP):
+    """Call a module, and add a residual. One of ours adds it, unless hooks or a wrapper must see its result alone."""
+    if residual is not None and type(module) in (Linear, MLP, GatedMLP) and not is_watched(module):
         with_residual: Tensor = module(x, residual=residual)
         return with_residual
-    d: Tensor = module(x)
-    return d if residual is None else d + residual
+    return plus(module(x), residual)
 
 
 def two_layers(
@@ -158,18 +159,16 @@ def two_layers(
     """Compute two layers by the ops of each."""
     if must_leave_trace(*weights):
         return add_to_main_grad(two_layers, ops, x, weights, biases, residual, as_b)
-    first, second = ops[0][int(biases[0] is not None)][0], ops[1][int(biases[1] is not None)][int(residual is not None)]
-    inputs = vectors(biases[0]), vectors(biases[1])
-    if residual is not None:
-        inputs[1].append(rows(residual))
+    first, of_first = epilogues.chosen(ops[0], biases[0], None)
+    second, of_second = epilogues.chosen(ops[1], biases[1], residual)
     b1, b2 = map(as_b, weights)
-    return chain(first, second, rows(x), b1, b2, *inputs, out_dtype=sum_dtype(x, residual))
+    return chain(first, second, rows(x), b1, b2, of_first, of_second, out_dtype=sum_dtype(x, residual))
 
 
 def gated_ops(activation: str | None) -> tuple[Any, Any]:
     """Return the ops of a gate, without and with biases."""
-    operation = epilogues.operation(activation)
-    return gated_op(operation), gated_op(operation, biased=True)
+    written = epilogues.written(activation)
+    return gated_op(written), gated_op(written, biased=True)
 
 
 def gated_layers(
@@ -183,7 +182,6 @@ def gated_layers(
     if must_leave_trace(*weights):
         return add_to_main_grad(gated_layers, ops, x, weights, biases, residual)
     (gate, up), down = matrices(*weights[:2]), matrix(weights[2])
-    first, second = ops[0][int(biases[0] is not None)], ops[1][int(biases[2] is not None)][int(residual is not None)]
-    inputs = vectors(biases[2]) if residual is None else [*vectors(biases[2]), rows(residual)]
-    out_dtype = sum_dtype(x, residual)
-    return chain(first, second, rows(x), gate, down, [up, *vectors(*biases[:2])], inputs, out_dtype=out_dtype)
+    first, of_first = ops[0][int(biases[0] is not None)], [up, *vectors(*biases[:2])]
+    second, of_second = epilogues.chosen(ops[1], biases[2], residual)
+    return chain(first, second, rows(x), gate, down, of_first, of_second, out_dtype=sum_dtype(x, residual))

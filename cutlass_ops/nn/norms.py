@@ -10,13 +10,13 @@ from torch import Tensor
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.folded import Folded
-from cutlass_ops.nn.linear import Linear
-from cutlass_ops.nn.reading import are_read, has_main_grad, matrix, rows
+from cutlass_ops.nn.linear import Activated, Linear, activated
+from cutlass_ops.nn.reading import are_read, has_main_grad, is_foreign, matrix, rows
 from cutlass_ops.run import casting, norms, weights
-from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
+from cutlass_ops.run.values import PreparedWeight
 
 
-class NormLinear(torch.nn.Module):
+class NormLinear(Activated, torch.nn.Module):
     """A norm and a linear layer. Subclasses say how the norm's parameters become part of the weight."""
 
     norm: Any
@@ -24,20 +24,21 @@ class NormLinear(torch.nn.Module):
     # The norm that is read; a subclass may have another forward.
     _norm_class: type[torch.nn.Module]
 
-    def __init__(self, norm: torch.nn.Module, linear: Linear) -> None:
+    def __init__(self, norm: torch.nn.Module, linear: Linear, activation: str | None) -> None:
         super().__init__()
         self.norm, self.linear = norm, linear
-        self._activation = linear.activation
-        self._epilogues = tuple(epilogues.after_norm(linear.activation, bias=bias) for bias in (False, True))
-        self._folded: Folded | None = None
+        self._set_activation(activation)
+        self._ops = epilogues.linear_ops(activation)
+        self._epilogues = tuple(epilogues.after_norm(activation, bias=bias) for bias in (False, True))
+        self._folded, self._is_folded = Folded(), False
 
     def fold(self) -> Any:
         """Fold the norm's parameters into a copy of the weight, once, for calls without gradients.
 
         The copy takes as much memory as the weight. Without :meth:`fold`, each call folds, which reads and writes the
-        whole weight. In eager mode, the copy is renewed if a parameter has changed, or after a call with gradients,
-        since a step of an optimizer may follow. Writes by ``parameter.data`` are not detected, and compiled programs
-        detect no changes: call :meth:`fold` again after them.
+        whole weight. In eager mode, the copy is renewed if a parameter has changed, and after ``train()``, ``eval()``,
+        or a call with gradients, since a step of an optimizer may follow. Writes by ``parameter.data`` are not
+        detected, and compiled programs detect no changes: call :meth:`fold` again after them.
 
         Returns
         -------
@@ -62,17 +63,16 @@ class NormLinear(torch.nn.Module):
             )
         folded = Folded()
         folded.fold(self._prepared, self._sources)
-        self._folded = folded
+        self._folded, self._is_folded = folded, True
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer for x (..., K)."""
         norm, linear = self.norm, self.linear
         # What would be added to main_grad is the gradient of the weight, and not of its product with the norm's.
-        if not self._is_read(norm, linear) or has_main_grad(linear.weight):
+        if not self._is_read(norm, linear) or has_main_grad(linear.weight) or is_foreign(x, linear.weight):
             self._drop()
-            found: Tensor = linear(norm(x))
-            return found
+            return activated(self._known, self._ops, linear, norm(x))
         bias = linear.bias
         inputs = {} if bias is None else {"bias": bias.contiguous()}
         return self._run(rows(x), norm, linear, self._folded_for(x), self._epilogues[int(bias is not None)], inputs)
@@ -80,28 +80,25 @@ class NormLinear(torch.nn.Module):
     @property
     def folds(self) -> bool:
         """Whether :meth:`fold` was called. Copies and pickles of the module have no folded weight."""
-        return self._folded is not None
+        return self._is_folded
 
     def _is_read(self, norm: Any, linear: Any) -> bool:
         """Whether norm and layer need not be called. Others may have taken their places."""
         if not are_read((self._norm_class, Linear), norm, linear):
             return False
-        return linear.activation == self._activation and norm.eps is not None
+        return not linear.is_activated and norm.eps is not None
 
     def _folded_for(self, x: Tensor) -> Any:
-        """Return the folded weight if there is one for a call."""
-        if self._folded is None:
-            return None
+        """Return the folded weight for a call, or None."""
         if torch.is_grad_enabled():
-            self._folded.drop()
+            self._drop()
             return None
-        found = self._folded.current(self._prepared, self._sources)
+        found = self._folded.current(self._prepared, self._sources) if self._is_folded else None
         wanted = casting.autocast_dtype(x) or x.dtype
         return found if found is not None and found.matrix.dtype == wanted else None
 
     def _drop(self) -> None:
-        if self._folded is not None:
-            self._folded.drop()
+        self._folded.drop()
 
     def _sources(self) -> tuple[Tensor, ...]:
         """Return the parameters that are folded."""
@@ -121,6 +118,16 @@ class NormLinear(torch.nn.Module):
     ) -> Tensor:
         raise NotImplementedError
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode, as ``torch.nn.Module.train`` does. A folded weight is renewed by the next call."""
+        self._drop()
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module) and "_folded" in self.__dict__:
+            self._drop()  # an adapter that is merged and goes may have written by ``parameter.data``
+        super().__setattr__(name, value)
+
     def _apply(self, *args: Any, **named: Any) -> Any:
         self._drop()  # parameters are elsewhere from here on
         return super()._apply(*args, **named)  # type: ignore[no-untyped-call]
@@ -130,7 +137,7 @@ class NormLinear(torch.nn.Module):
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_folded": None}
+        return self.__dict__ | {"_is_folded": False}
 
 
 class RMSNormLinear(NormLinear):
@@ -154,7 +161,9 @@ class RMSNormLinear(NormLinear):
     norm : torch.nn.RMSNorm
         The norm. Its weight (K,) is folded into the linear layer's weight: see :meth:`fold`.
     linear : Linear
-        The linear layer.
+        The linear layer, without the activation.
+    activation : str or None
+        Read-only.
 
     Examples
     --------
@@ -179,7 +188,7 @@ class RMSNormLinear(NormLinear):
         activation: str | None = None,
     ) -> None:
         norm = torch.nn.RMSNorm(in_features, eps, device=device, dtype=dtype)
-        super().__init__(norm, Linear(in_features, out_features, bias, device, dtype, activation=activation))
+        super().__init__(norm, Linear(in_features, out_features, bias, device, dtype), activation)
 
     def _prepared(self) -> PreparedWeight:
         weight, gamma = self._weight(), self.norm.weight
@@ -218,7 +227,9 @@ class LayerNormLinear(NormLinear):
     norm : torch.nn.LayerNorm
         The norm. Its weight and bias (K,) are folded into the linear layer's weight and bias: see :meth:`fold`.
     linear : Linear
-        The linear layer.
+        The linear layer, without the activation.
+    activation : str or None
+        Read-only.
 
     Examples
     --------
@@ -241,10 +252,10 @@ class LayerNormLinear(NormLinear):
         activation: str | None = None,
     ) -> None:
         norm = torch.nn.LayerNorm(in_features, eps, device=device, dtype=dtype)
-        super().__init__(norm, Linear(in_features, out_features, bias, device, dtype, activation=activation))
+        super().__init__(norm, Linear(in_features, out_features, bias, device, dtype), activation)
 
-    def _prepared(self) -> PreparedLayerNormWeight:
-        return weights.prepare_layernorm(self._weight(), self.norm.weight, self.norm.bias)
+    def _prepared(self) -> PreparedWeight:
+        return weights.prepare(self._weight(), self.norm.weight, self.norm.bias, norm="layer")
 
     def _run(
         self, x: Tensor, norm: Any, linear: Any, folded: Any, epilogue: Epilogue | None, inputs: dict[str, Any]

@@ -9,54 +9,57 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import apply
-from cutlass_ops.nn.mlp import gated_layers, gated_ops, two_layers
+from cutlass_ops.nn.block import DecoderBlock
+from cutlass_ops.nn.launching import Prepares
+from cutlass_ops.nn.linear import Linear, apply
+from cutlass_ops.nn.mlp import MLP, GatedMLP, gated_layers, gated_ops, two_layers
 from cutlass_ops.nn.norms import NormLinear
+from cutlass_ops.nn.parallel import plus
 from cutlass_ops.nn.projections import Handing, Projections
-from cutlass_ops.nn.reading import are_of, is_dense, is_own, is_spread, is_watched, readable
+from cutlass_ops.nn.reading import (
+    are_read,
+    has_class_forward,
+    is_foreign,
+    is_spread,
+    is_watched,
+    needs_pytorch,
+    readable,
+)
 
 
 class Patched(NamedTuple):
-    """What :func:`patch` did to a model.
+    """Which modules of a model are fused: the result of :func:`patch` with `dry_run`.
 
     Attributes
     ----------
-    replaced : dict of str to str
+    fused : dict of str to str
         By name of each fused module: what its forward computes.
     kept : dict of str to str
-        By name of each module with parameters that was not fused: the reason.
+        By name of each module with parameters, and each MLP, that is not fused: the reason.
     classes : dict of str to str
         By name of each of these modules: its class.
-    already : dict of str to str
-        As `replaced`, for modules that an earlier call fused.
 
     Examples
     --------
-    >>> found = co.patch(torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.LayerNorm(8)))
-    fused:
-      1 x Linear: a GEMM with its bias (0)
-    left as it was:
-      1 x LayerNorm: no GEMM (1)
-    >>> found.replaced
-    {'0': 'a GEMM with its bias'}
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.LayerNorm(8))
+    >>> found = co.patch(co.patch(model, verbose=False), dry_run=True)
+    >>> found.fused, found.kept
+    ({'0': 'a GEMM with its bias'}, {'1': 'no GEMM'})
     """
 
-    replaced: dict[str, str]
+    fused: dict[str, str]
     kept: dict[str, str]
     classes: dict[str, str]
-    already: dict[str, str]
 
     def __str__(self) -> str:
         lines: list[str] = []
-        parts = ("fused:", self.replaced), ("fused already:", self.already), ("left as it was:", self.kept)
-        for title, found in parts:
+        for title, found in (("fused:", self.fused), ("left as it was:", self.kept)):
             groups: dict[tuple[str, str], list[str]] = {}
             for name, what in found.items():
                 groups.setdefault((self.classes[name], what), []).append(name)
@@ -67,15 +70,29 @@ class Patched(NamedTuple):
         return "\n".join(lines) or "the model has no parameters"
 
 
-def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
-    """Replace the forwards of a model's linear layers and MLPs by fused ones, and print what was replaced.
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@overload
+def patch(
+    model: _Model, *, fold_norms: bool = False, verbose: bool = True, dry_run: Literal[False] = False
+) -> _Model: ...
+
+
+@overload
+def patch(model: nn.Module, *, fold_norms: bool = False, verbose: bool = True, dry_run: Literal[True]) -> Patched: ...
+
+
+def patch(model: Any, *, fold_norms: bool = False, verbose: bool = True, dry_run: bool = False) -> Any:
+    """Replace the forwards of a model's linear layers and MLPs by fused ones, and print what is fused.
 
     It supports ``torch.nn.Linear``, the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2 and Qwen3, and
     GPT-2's MLP and ``Conv1D``. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32.
     :func:`unpatch` undoes it.
 
     A fused MLP does not call the layers inside it. If they get hooks, adapters or another forward later, the MLP runs
-    its original forward, which calls them. A module whose layers already have some is not patched.
+    its original forward, which calls them. A module whose layers already have some is not patched. What no kernel can
+    multiply, such as FP32 after ``model.float()``, runs the original forward as well.
 
     Parameters
     ----------
@@ -87,11 +104,18 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
         much memory as they do. In eager mode, the copy is renewed if a parameter has changed or gradients were
         recorded; a compiled program keeps its copy. See :func:`cutlass_ops.nn.fold_norms`. PyTorch still computes
         Qwen3's ``q_norm`` and ``k_norm``.
+    verbose : bool
+        Whether to print what is fused.
+    dry_run : bool
+        Whether to change nothing, and return which modules are fused now and why the others are not. With `fold_norms`,
+        it also says why attentions have no folded norm. Modules of ``cutlass_ops.nn`` are fused without a patch. A
+        patched module that runs its original forward now, since it or its layers have hooks, adapters or another dtype,
+        is not fused.
 
     Returns
     -------
-    Patched
-        The same information that is printed.
+    Module or Patched
+        The model itself; with `dry_run` a :class:`cutlass_ops.nn.Patched`, whose ``str`` is what would be printed.
 
     Raises
     ------
@@ -101,41 +125,99 @@ def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     Examples
     --------
     >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU()).bfloat16()
-    >>> found = co.patch(model)
+    >>> model = co.patch(model)
     fused:
       1 x Linear: a GEMM with its bias (0)
     >>> model(torch.ones(2, 16).bfloat16()).shape, co.unpatch(model)
     (torch.Size([2, 8]), 1)
+    >>> print(co.patch(torch.nn.Sequential(co.nn.Linear(8, 8), torch.nn.LayerNorm(8)).bfloat16(), dry_run=True))
+    fused:
+      1 x Linear: a module of cutlass_ops.nn (0)
+    left as it was:
+      1 x LayerNorm: no GEMM (1)
     """
     _require_module(model)
-    replaced, kept, classes, already = {}, {}, {}, {}
+    if dry_run:
+        return _report(model, fold_norms)
     # Children come first: a decoder layer asks whether its MLP is fused.
-    for name, module in reversed(list(model.named_modules())):
-        if isinstance(module, _Fused):
-            classes[name], already[name] = type(module).__name__, _what(module)
-            continue
-        rule = _rule_of(module)
-        reason = _unknown(module) if rule is None else _forward_refuses(module) or rule.refuses(module)
-        if rule is not None and not reason:
-            classes[name] = type(module).__name__
+    for module in reversed(list(model.modules())):
+        is_fused = isinstance(module, _Fused)
+        rule = None if is_fused else _rule_of(module)
+        if is_fused or rule is not None:
+            _drop_class_forward(module)
+        if rule is not None and not _forward_refuses(module) and not rule._refuses(module):
             _exchange(module, rule)
-            replaced[name] = rule.what
-        elif any(True for _ in module.parameters(recurse=False)) or rule is not None:
-            kept[name] = reason
-            classes[name] = type(module).__name__
     if fold_norms:
-        _fold_norms(model, replaced, kept, classes)
-    order = [name for name, _ in model.named_modules()]
-    inside = {f"{name}." for name, what in {**replaced, **already}.items() if what in _WHOLE}
-    kept = {n: why for n, why in kept.items() if not any(n.startswith(prefix) for prefix in inside)}
-    found = Patched(
-        {name: replaced[name] for name in order if name in replaced},
-        {name: kept[name] for name in order if name in kept},
-        classes,
-        {name: already[name] for name in order if name in already},
+        for layer in model.modules():
+            if isinstance(layer, _DecoderLayer) and layer._fused_ops == (None,) and not _projections_refuse(layer):
+                layer._fused_ops = (Projections(layer, _READ["Linear"]),)
+                _exchange(layer.self_attn, _Attention)  # type: ignore[attr-defined]
+    if verbose:
+        print(_report(model, fold_norms))
+    return model
+
+
+def _report(model: nn.Module, fold_norms: bool) -> Patched:
+    fused: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    classes: dict[str, str] = {}
+    whole: list[str] = []  # an entry also holds for the modules inside
+    for name, module in model.named_modules():
+        inside = f"{name}." if name else ""
+        if isinstance(module, _DecoderLayer):
+            if _is_fused(module.self_attn, _Attention):  # type: ignore[attr-defined]
+                whole.append(f"{inside}input_layernorm")
+            elif fold_norms:
+                kept[f"{inside}self_attn"] = _projections_refuse(module)
+                classes[f"{inside}self_attn"] = type(module.self_attn).__name__  # type: ignore[attr-defined]
+        what, reason = _state(module)
+        if what and not reason:
+            fused[name] = what
+            whole += [inside] if isinstance(module, _MLPS) else []
+        elif reason and not name.startswith(tuple(whole)):
+            kept[name] = reason
+        classes[name] = type(module).__name__
+    return Patched(fused, kept, {name: classes[name] for name in (*fused, *kept)})
+
+
+def _state(module: Any) -> tuple[str, str]:
+    """Return a module's fused forward in words, and why it is not fused; two empty strings if it has no GEMM."""
+    if isinstance(module, _Fused):
+        reason = "" if has_class_forward(module) else "its forward was replaced"
+        return _what(module), reason or module._refuses(module)
+    if isinstance(module, _OURS):
+        return "a module of cutlass_ops.nn", _own_refuses(module)
+    rule = _rule_of(module)
+    if rule is not None:
+        return "", _forward_refuses(module) or rule._refuses(module) or "not patched yet"
+    if any(True for _ in module.parameters(recurse=False)):
+        name = type(module).__name__
+        return "", "no GEMM" if "Norm" in name or "Embedding" in name else "a class that patch does not know"
+    return "", "an MLP that patch does not know: its activation is a kernel of its own" if _is_mlp(module) else ""
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether a module with a forward of its own has linear layers and an activation."""
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return False
+    children = list(module.children())
+    activations = ("torch.nn.modules.activation", "transformers.activations")
+    return any(isinstance(c, nn.Linear) or type(c).__name__ == "Conv1D" for c in children) and any(
+        type(c).__module__ in activations and not any(True for _ in c.parameters()) for c in children
     )
-    print(found)
-    return found
+
+
+def _own_refuses(module: Any) -> str:
+    """Say why a module of ours calls its layers or PyTorch; a block only has some that do."""
+    layers = [] if isinstance(module, DecoderBlock) else [module] if isinstance(module, Linear) else module.children()
+    for layer in layers:
+        if layer is not module and not are_read((Linear, nn.RMSNorm, nn.LayerNorm), layer):
+            return "its layers have hooks, adapters or other forwards, and are called"
+        if isinstance(layer, Linear) and not is_spread(layer.weight):
+            reason = _dtype_refuses(layer)
+            if reason:
+                return reason
+    return ""
 
 
 def unpatch(model: nn.Module) -> int:
@@ -156,7 +238,8 @@ def unpatch(model: nn.Module) -> int:
     TypeError
         If `model` is not a module.
     ValueError
-        If a patched module has been given another class since, as by a parametrization or FSDP.
+        If a patched module has been given another class since, as by a parametrization or FSDP, or another forward, as
+        by hooks of accelerate.
 
     Examples
     --------
@@ -171,6 +254,12 @@ def unpatch(model: nn.Module) -> int:
                 f"{name or 'the model'} has had another class since it was patched, such as that of a parametrization "
                 "or of FSDP: remove that first"
             )
+        _drop_class_forward(module)
+        if not has_class_forward(module):
+            raise ValueError(
+                f"{name or 'the model'} has had another forward since it was patched, such as that of accelerate's "
+                "hooks, which calls the one to be removed: remove that first"
+            )
     for module in fused.values():
         module.__class__ = module._original
         del module._fused_ops
@@ -181,7 +270,8 @@ def fold_norms(model: nn.Module) -> int:
     """Fold a model's norms again, after a change that calls do not detect, such as a write by ``parameter.data``.
 
     These are the norms of ``co.patch(model, fold_norms=True)``, and of each :class:`RMSNormLinear` and
-    :class:`LayerNormLinear` that was folded. A compiled program keeps the copies from when it was compiled.
+    :class:`LayerNormLinear` that was folded; the next call of others renews what they keep. A compiled program keeps
+    the copies from when it was compiled.
 
     Parameters
     ----------
@@ -207,9 +297,9 @@ def fold_norms(model: nn.Module) -> int:
     _require_module(model)
     count = 0
     for module in model.modules():
-        if isinstance(module, NormLinear) and module.folds:
-            module.fold()
-            count += 1
+        if isinstance(module, NormLinear):
+            module._drop()
+            count += module.fold().folds if module.folds else 0
         elif isinstance(module, _DecoderLayer) and module._fused_ops != (None,):
             module._fused_ops[0].fold(module, _READ["Linear"])
             count += 1
@@ -221,20 +311,46 @@ def _require_module(model: Any) -> None:
         raise TypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
 
 
+def _drop_class_forward(module: nn.Module) -> None:
+    """Drop an attribute `forward` that is the class's own: libraries that wrapped it put it back so."""
+    forward = vars(module).get("forward")
+    own = [type(module).forward]
+    if isinstance(module, _Fused):
+        own.append(module._original.forward)
+    if getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in own:
+        del module.forward
+
+
 # ---- Modules with another forward ------------------------------------------------------------------------------------
 
 
-class _Fused:
+_HUGGING_FACE = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+class _Fused(Prepares):
     """A module whose class was exchanged.
 
     A fused forward reads the modules inside only while they are what :func:`patch` found: plain, and without hooks.
-    Else it is the forward that the module had.
+    Otherwise it runs the forward that the module had.
     """
 
+    _rule: str  # the name of how these modules are fused
+    _fits: tuple[str, ...] = ()  # names of the classes that it fits; subclasses do not fit
+    _what: str  # what the forward is, for users
+
     _original: type[nn.Module]
-    _rule: _Rule
     _exact: type  # the class that was made, and not one that something else derived from it
     _fused_ops: tuple[Any, ...]
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        """Return the reason why a module does not fit, or an empty string."""
+        return ""
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        """Return what a module's forward calls."""
+        return ()
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
@@ -243,47 +359,84 @@ class _Fused:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made again, since no module has it by a name.
         if type(self) is self._exact:
-            return _made_again, (self._original, self._rule.name), self.__dict__
+            return _made_again, (self._original, self._rule), self.__dict__
         return super().__reduce_ex__(protocol)
 
 
 class _Linear(_Fused):
+    _rule, _fits, _what = "Linear", ("Linear",), "a GEMM"
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        return _dtype_refuses(module)
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        return epilogues.linear_ops(None)
+
     def forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight
-        if _needs_pytorch(input, weight):
+        if needs_pytorch(input, weight):
             return _as_before(self, input)
         return apply(self._fused_ops, input, weight, self.bias, None)
 
 
-class _Conv1D(_Fused):
+class _Conv1D(_Linear):
     """transformers' linear layer of GPT-2, whose weight is (K, N)."""
+
+    _rule, _fits = "Conv1D", ("Conv1D",)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        if _needs_pytorch(x, weight):
+        if needs_pytorch(x, weight):
             return _as_before(self, x)
         return apply(self._fused_ops, x, weight, self.bias, None, readable)
 
 
 class _GatedMLP(_Fused):
+    _rule, _fits = "GatedMLP", tuple(f"{name}MLP" for name in _HUGGING_FACE)
+    _what = "gate and up with the activation between them, then down"
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        if _activation(module.act_fn) is None:
+            return f"its activation is {type(module.act_fn).__name__}"
+        return _layers_refuse("Linear", (module.gate_proj, module.up_proj, module.down_proj))
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        return type(module.act_fn), (gated_ops(_activation(module.act_fn)), epilogues.linear_ops(None))
+
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
         kind, ops = self._fused_ops
         gate, up, down, activation = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
-        known = type(activation) is kind and are_of(_READ["Linear"], gate, up, down)
-        if known and is_dense(x) and not is_watched(activation, gate, up, down):
-            biases = gate.bias, up.bias, down.bias
-            if (biases[0] is None) == (biases[1] is None):
-                return gated_layers(ops, x, (gate.weight, up.weight, down.weight), biases, residual)
-        d = _as_before(self, x)
-        return d if residual is None else residual + d
+        known = type(activation) is kind and are_read(_READ["Linear"], gate, up, down)
+        if known and not is_watched(activation):
+            weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
+            if (biases[0] is None) == (biases[1] is None) and not is_foreign(x, *weights):
+                return gated_layers(ops, x, weights, biases, residual)
+        return plus(_as_before(self, x), residual)
 
 
 class _Gpt2MLP(_Fused):
+    _rule, _fits = "GPT2MLP", ("GPT2MLP",)
+    _what = "two GEMMs, the activation in the first one's epilogue"
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        if _activation(module.act) is None:
+            return f"its activation is {type(module.act).__name__}"
+        return _layers_refuse("Conv1D", (module.c_fc, module.c_proj))
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        return type(module.act), (epilogues.linear_ops(_activation(module.act)), epilogues.linear_ops(None))
+
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         kind, ops = self._fused_ops
         first, second, activation = self.c_fc, self.c_proj, self.act
-        known = type(activation) is kind and are_of(_READ["Conv1D"], first, second)
-        if not known or not is_dense(hidden_states) or is_watched(activation, first, second):
+        known = type(activation) is kind and are_read(_READ["Conv1D"], first, second)
+        if not known or is_watched(activation) or is_foreign(hidden_states, first.weight, second.weight):
             return _as_before(self, hidden_states)
         parameters = (first.weight, second.weight), (first.bias, second.bias)
         d = two_layers(ops, hidden_states, *parameters, None, readable)
@@ -294,7 +447,22 @@ class _Gpt2MLP(_Fused):
 class _DecoderLayer(_Fused):
     """A layer whose MLP is fused, and adds the residual. It may have its projections as one GEMM."""
 
+    _rule, _fits = "DecoderLayer", tuple(f"{name}DecoderLayer" for name in _HUGGING_FACE)
+    _what = "the residual in the epilogue of the MLP's last GEMM"
+
     _positional: tuple[str, ...]  # of the forward that it had, behind hidden_states
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        # Before transformers 5, some of these returned a tuple.
+        kind = module._original if isinstance(module, _Fused) else type(module)
+        if kind.forward.__annotations__.get("return") not in (Tensor, "torch.Tensor"):
+            return "its forward does not say that it returns a tensor, as those of transformers 5 do"
+        return "" if isinstance(module.mlp, _GatedMLP) and not _state(module.mlp)[1] else "its MLP is not fused"
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        return (None,)  # its projections, which fold_norms makes
 
     def forward(self: Any, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         if arguments:
@@ -317,16 +485,16 @@ class _DecoderLayer(_Fused):
 
 
 class _Attention(_Fused):
-    """An attention that may be given its queries, keys and values. All else is its own class's."""
+    """An attention that may be given its queries, keys and values. All else is its own class's.
+
+    It fits no class by itself: a decoder layer decides.
+    """
+
+    _rule, _what = "Attention", "norm, q, k and v in one GEMM without gradients"
 
     def forward(self: Any, *arguments: Any, projected: tuple[Tensor, ...] | None = None, **named: Any) -> Any:
         attention = self if projected is None else Handing(self, projected)
         return self._original.forward(attention, *arguments, **named)
-
-
-def _needs_pytorch(x: Any, weight: Any) -> bool:
-    """Whether no kernel can multiply these, but the forward that a layer had can."""
-    return is_spread(weight) or is_own(weight) or not is_dense(x)
 
 
 def _as_before(module: Any, x: Tensor) -> Tensor:
@@ -336,18 +504,12 @@ def _as_before(module: Any, x: Tensor) -> Tensor:
 
 
 def _is_fused(module: Any, forward: type[_Fused]) -> bool:
-    """Whether calling a module is calling this very forward, so that it takes arguments of ours."""
+    """Whether a call of a module calls this very forward, so that it takes our arguments."""
     return isinstance(module, forward) and type(module) is module._exact and not is_watched(module)
 
 
 def _named(names: tuple[str, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name.
-
-    Raises
-    ------
-    TypeError
-        If there are too many, or two of a name.
-    """
+    """Return arguments by name. Raises TypeError if there are too many, or two of a name."""
     if len(arguments) > len(names):
         raise TypeError(f"forward takes {1 + len(names)} arguments by position: {1 + len(arguments)} were given")
     given = dict(zip(names, arguments, strict=False))
@@ -360,38 +522,11 @@ def _named(names: tuple[str, ...], arguments: tuple[Any, ...], named: dict[str, 
 # ---- Which modules ---------------------------------------------------------------------------------------------------
 
 
-class _Rule(NamedTuple):
-    """How the modules of a class are fused.
-
-    Attributes
-    ----------
-    name : str
-        Of the rule.
-    classes : tuple of str
-        Names of the classes that it fits, none of them a subclass.
-    what : str
-        What the forward is, for users.
-    forward : type
-        The class with the forward.
-    refuses : callable
-        Takes a module; returns the reason why it does not fit, or an empty string.
-    ops : callable
-        Takes a module; returns what its forward calls.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    what: str
-    forward: type[_Fused]
-    refuses: Callable[[Any], str]
-    ops: Callable[[Any], tuple[Any, ...]]
-
-
 def _is_plain(module: Any, kind: str) -> bool:
     if isinstance(module, _Fused):
-        return type(module) is module._exact and module._rule.name == kind
+        return type(module) is module._exact and module._rule == kind
     rule = _rule_of(module)
-    return rule is not None and rule.name == kind
+    return rule is not None and rule._rule == kind
 
 
 def _dtype_refuses(module: Any) -> str:
@@ -409,7 +544,7 @@ def _dtype_refuses(module: Any) -> str:
 
 def _forward_refuses(module: Any) -> str:
     """Say why a module's forward is not that of its class as it was written."""
-    if "forward" in vars(module):
+    if not has_class_forward(module):
         return "its forward was replaced"
     kind = type(module)
     home = (kind.__module__, f"{kind.__qualname__}.forward")
@@ -425,25 +560,6 @@ def _layers_refuse(kind: str, layers: tuple[Any, ...]) -> str:
     if len({layer.bias is None for layer in layers}) > 1:
         return "some of its layers have biases and some have none"
     return next((reason for reason in map(_dtype_refuses, layers) if reason), "")
-
-
-def _gated_refuses(module: Any) -> str:
-    if _activation(module.act_fn) is None:
-        return f"its activation is {type(module.act_fn).__name__}"
-    return _layers_refuse("Linear", (module.gate_proj, module.up_proj, module.down_proj))
-
-
-def _gpt2_refuses(module: Any) -> str:
-    if _activation(module.act) is None:
-        return f"its activation is {type(module.act).__name__}"
-    return _layers_refuse("Conv1D", (module.c_fc, module.c_proj))
-
-
-def _decoder_refuses(module: Any) -> str:
-    # Before transformers 5, some of these returned a tuple.
-    if type(module).forward.__annotations__.get("return") not in (Tensor, "torch.Tensor"):
-        return "its forward does not say that it returns a tensor, as those of transformers 5 do"
-    return "" if isinstance(module.mlp, _GatedMLP) else "its MLP is not fused"
 
 
 def _projections_refuse(layer: Any) -> str:
@@ -466,33 +582,14 @@ def _projections_refuse(layer: Any) -> str:
     return ""
 
 
-def _fold_norms(model: nn.Module, replaced: dict[str, str], kept: dict[str, str], classes: dict[str, str]) -> None:
-    """Give fused decoder layers their projections as one GEMM, and note it."""
-    for name, layer in model.named_modules():
-        if not isinstance(layer, _DecoderLayer):
-            continue
-        module: Any = layer
-        attention = module.self_attn
-        inside = f"{name}." if name else ""
-        if layer._fused_ops != (None,):
-            kept.pop(f"{inside}input_layernorm", None)
-            continue
-        classes[f"{inside}self_attn"] = type(attention).__name__
-        reason = _projections_refuse(module)
-        if reason:
-            kept[f"{inside}self_attn"] = reason
-            continue
-        layer._fused_ops = (Projections(module, _READ["Linear"]),)
-        kept.pop(f"{inside}input_layernorm", None)
-        _exchange(attention, _BY_NAME["Attention"])
-        replaced[f"{inside}self_attn"] = _what(attention)
-
-
 def _what(module: Any) -> str:
     """Return what a fused module's forward is, for users."""
-    own = isinstance(module, _Attention) and hasattr(module, "q_norm")
-    found: str = module._rule.what
-    return f"{found}; q_norm and k_norm stay PyTorch's" if own else found
+    found: str = module._what
+    if module._rule in ("Linear", "Conv1D") and module.bias is not None:
+        return f"{found} with its bias"
+    if isinstance(module, _Attention) and hasattr(module, "q_norm"):
+        return f"{found}; q_norm and k_norm stay PyTorch's"
+    return found
 
 
 def _activation(module: Any) -> str | None:
@@ -508,101 +605,46 @@ _ACTIVATIONS = {
     "ReLU": "relu",
     "GELUActivation": "gelu",
     "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "ReLUSquaredActivation": "relu2",
+    "Mish": "mish",
+    "MishActivation": "mish",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
 }
 
 
-def _ops_of_gated(module: Any) -> tuple[Any, ...]:
-    return type(module.act_fn), (gated_ops(_activation(module.act_fn)), epilogues.linear_ops(None))
-
-
-def _ops_of_gpt2(module: Any) -> tuple[Any, ...]:
-    return type(module.act), (epilogues.linear_ops(_activation(module.act)), epilogues.linear_ops(None))
-
-
-_HUGGING_FACE = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ATTENTIONS = tuple(f"{name}Attention" for name in _HUGGING_FACE)
 _NORMS = tuple(f"{name}RMSNorm" for name in _HUGGING_FACE)
 
-_RULES = (
-    _Rule(
-        "Linear",
-        ("Linear",),
-        "a GEMM with its bias",
-        _Linear,
-        _dtype_refuses,
-        lambda module: epilogues.linear_ops(None),
-    ),
-    _Rule(
-        "Conv1D",
-        ("Conv1D",),
-        "a GEMM with its bias",
-        _Conv1D,
-        _dtype_refuses,
-        lambda module: epilogues.linear_ops(None),
-    ),
-    _Rule(
-        "GatedMLP",
-        tuple(f"{name}MLP" for name in _HUGGING_FACE),
-        "gate and up with the activation between them, then down",
-        _GatedMLP,
-        _gated_refuses,
-        _ops_of_gated,
-    ),
-    _Rule(
-        "GPT2MLP",
-        ("GPT2MLP",),
-        "two GEMMs, the activation in the first one's epilogue",
-        _Gpt2MLP,
-        _gpt2_refuses,
-        _ops_of_gpt2,
-    ),
-    _Rule(
-        "DecoderLayer",
-        tuple(f"{name}DecoderLayer" for name in _HUGGING_FACE),
-        "the residual in the epilogue of the MLP's last GEMM",
-        _DecoderLayer,
-        _decoder_refuses,
-        lambda module: (None,),  # its projections, which fold_norms makes
-    ),
-    # Of no class by itself: a decoder layer decides.
-    _Rule(
-        "Attention",
-        (),
-        "norm, q, k and v in one GEMM without gradients",
-        _Attention,
-        lambda module: "",
-        lambda module: (),
-    ),
-)
-_BY_NAME = {rule.name: rule for rule in _RULES}
-# What is said of an MLP holds for its layers.
-_WHOLE = frozenset(rule.what for rule in _RULES if rule.name in ("GatedMLP", "GPT2MLP"))
+_RULES: tuple[type[_Fused], ...] = (_Linear, _Conv1D, _GatedMLP, _Gpt2MLP, _DecoderLayer, _Attention)
+_BY_NAME = {rule._rule: rule for rule in _RULES}
+# An entry also holds for the modules inside.
+_MLPS = (_GatedMLP, _Gpt2MLP, MLP, GatedMLP, NormLinear)
+_OURS = (Linear, MLP, GatedMLP, NormLinear, DecoderBlock)
 
 
-def _rule_of(module: nn.Module) -> _Rule | None:
+def _rule_of(module: nn.Module) -> type[_Fused] | None:
     kind = type(module)
     name, home = kind.__name__, kind.__module__
     for rule in _RULES:
-        if name in rule.classes and (kind is nn.Linear if name == "Linear" else home.startswith("transformers.")):
+        if name in rule._fits and (kind is nn.Linear if name == "Linear" else home.startswith("transformers.")):
             return rule
     return None
 
 
-def _unknown(module: nn.Module) -> str:
-    name = type(module).__name__
-    return "no GEMM" if "Norm" in name or "Embedding" in name else "a class that patch does not know"
-
-
-def _exchange(module: Any, rule: _Rule) -> None:
-    ops = rule.ops(module)
+def _exchange(module: Any, rule: type[_Fused]) -> None:
+    ops = rule._ops_of(module)
     original: Any = type(module)
-    module.__class__ = _class_of(original, rule.name)
+    module.__class__ = _class_of(original, rule._rule)
     module._fused_ops = ops
 
 
-# For the name of a rule, the classes whose modules may be read: the original ones, and what is made of them.
+# By a rule's name: the classes whose modules may be read, the original ones and those derived from them.
 _READ: dict[str, tuple[type, ...]] = {}
 
 
@@ -615,12 +657,11 @@ def _class_of(original: Any, name: str) -> Any:
     made: Any = type(
         # Others, such as FSDP's policies, look classes up by their names.
         original.__name__,
-        (rule.forward, original),
+        (rule, original),
         {
             "_original": original,
-            "_rule": rule,
             "_positional": positional,
-            "forward": _with_signature(rule.forward.forward, signature),  # type: ignore[attr-defined]
+            "forward": _with_signature(rule.forward, signature),  # type: ignore[attr-defined]
             "__module__": __name__,
             "__doc__": original.__doc__,
         },
@@ -631,7 +672,7 @@ def _class_of(original: Any, name: str) -> Any:
 
 
 def _with_signature(function: Any, signature: inspect.Signature) -> Any:
-    """Return a function as what looks at its arguments, and not only calls it, should see it."""
+    """Return a function with another signature, for code that inspects its arguments."""
     found: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     found.__kwdefaults__, found.__doc__, found.__signature__ = function.__kwdefaults__, function.__doc__, signature
     return found

@@ -10,23 +10,17 @@ from torch import Tensor
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.folded import Folded
-from cutlass_ops.nn.reading import are_read, rows
+from cutlass_ops.nn.reading import are_read, is_foreign, rows
 from cutlass_ops.run import norms, weights
-from cutlass_ops.run.results import PreparedWeight
+from cutlass_ops.run.values import PreparedWeight
 
 
 class Projections:
     """The norm before an attention and its three projections, as one GEMM.
 
+    It reads a decoder layer with ``input_layernorm`` and ``self_attn``, whose projections are of the classes `linears`.
     It keeps a copy of the weights, side by side and with the norm's gamma folded in. In eager mode, the copy is made
     again if a parameter has changed, or gradients were recorded. Copies and pickles make theirs at their first call.
-
-    Parameters
-    ----------
-    layer : Module
-        A decoder layer with ``input_layernorm`` and ``self_attn``.
-    linears : tuple of type
-        The classes of projections that are read.
     """
 
     def __init__(self, layer: Any, linears: tuple[type, ...]) -> None:
@@ -35,13 +29,7 @@ class Projections:
         self.fold(layer, linears)
 
     def fold(self, layer: Any, linears: tuple[type, ...]) -> None:
-        """Fold again.
-
-        Raises
-        ------
-        ValueError
-            If modules are called rather than read, or a parameter was made in inference mode.
-        """
+        """Fold again. Raises ValueError if modules are called, not read, or a parameter was made in inference mode."""
         if not self._are_read(layer, linears):
             raise ValueError(
                 "a projection or the norm before it has a hook, another class, a parametrization, or a weight that is "
@@ -57,7 +45,7 @@ class Projections:
         if torch.is_grad_enabled():
             self._folded.drop()
             return None
-        if not self._are_read(layer, linears):
+        if not self._are_read(layer, linears) or is_foreign(x, *(each.weight for each in _layers(layer))):
             return None
         found = self._folded.current(lambda: _together(layer), lambda: _sources(layer))
         if found is None or found.matrix.dtype != x.dtype:
@@ -75,24 +63,12 @@ class Projections:
 
 
 class _Together(NamedTuple):
-    """Three projections side by side.
+    """Three projections side by side."""
 
-    Attributes
-    ----------
-    weight : PreparedWeight
-        The weights, with the norm's gamma folded in.
-    bias : Tensor or None
-        The biases.
-    epilogue : Epilogue or None
-        What adds them.
-    sizes : list of int
-        The columns of each.
-    """
-
-    weight: PreparedWeight
+    weight: PreparedWeight  # with the norm's gamma folded in
     bias: Tensor | None
-    epilogue: Epilogue | None
-    sizes: list[int]
+    epilogue: Epilogue | None  # adds the biases
+    sizes: list[int]  # the columns of each
 
     @property
     def matrix(self) -> Tensor:
@@ -124,15 +100,7 @@ def _sources(layer: Any) -> tuple[Tensor, ...]:
 
 
 class Handing:
-    """An attention whose projections give what was computed already; all else is the attention's own.
-
-    Parameters
-    ----------
-    attention : Module
-        The attention.
-    projected : tuple of Tensor
-        Queries, keys and values.
-    """
+    """An attention that uses queries, keys and values that were computed already; all else is the attention's own."""
 
     def __init__(self, attention: Any, projected: tuple[Tensor, ...]) -> None:
         self._attention, self._projected = attention, projected

@@ -8,27 +8,37 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from cutlass_ops.run.matrices import has_lines_along
+from cutlass_ops.base import arch
+from cutlass_ops.operand import watching
+from cutlass_ops.operand.call import device_of
+from cutlass_ops.operand.matrices import has_lines_along
+from cutlass_ops.run import casting, fp8
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_spread(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, whose parts lie on several devices."""
-    return hasattr(type(tensor), "to_local")
+    kind = type(tensor)
+    return kind not in _PLAIN and hasattr(kind, "to_local")  # at once: what a class lacks takes long to find out
 
 
 def is_own(weight: Any) -> bool:
     """Whether a weight's class says itself what ``F.linear`` does, as those of quantised weights do."""
     kind = type(weight)
-    if kind in (torch.nn.Parameter, Tensor) or not isinstance(weight, Tensor):
+    if kind in _PLAIN or not isinstance(weight, Tensor):
         return False
     function = kind.__torch_function__  # the tracers' own classes have none of their own
-    return function is not _NO_FUNCTION and getattr(function, "__func__", None) is not _USUAL_FUNCTION
+    # PyTorch's tracer finds no default of getattr here.
+    is_usual = isinstance(function, MethodType) and function.__func__ is _USUAL_FUNCTION
+    return function is not _NO_FUNCTION and not is_usual
 
 
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
@@ -36,36 +46,85 @@ _USUAL_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-define
 
 
 def is_dense(x: Any) -> bool:
-    """Whether x is neither sparse nor nested. What is no tensor may become one, as a tracer's proxy does."""
+    """Whether x is neither sparse nor nested. Other objects may become tensors, as a tracer's proxy does."""
     return not isinstance(x, Tensor) or (x.layout is torch.strided and not x.is_nested)
 
 
+def needs_pytorch(x: Any, weight: Any) -> bool:
+    """Whether PyTorch can multiply x by a weight and no kernel can, also because the weight's class does it."""
+    return is_spread(weight) or is_own(weight) or is_foreign(x, weight)
+
+
+def is_foreign(x: Any, *weights: Any) -> bool:
+    """Whether PyTorch can multiply x by plain weights, and no kernel can.
+
+    These are sparse and nested tensors, classes that say themselves what ``F.linear`` does, devices without kernels,
+    transforms of torch.func, and other dtypes than those of 16 bits and FP8 unless torch.autocast casts them. FP64 has
+    kernels, but not for norms and for all derivatives.
+    """
+    if not isinstance(x, Tensor):
+        return False
+    if not is_dense(x) or is_own(x) or not has_kernels(x.device):
+        return True
+    if not torch.compiler.is_dynamo_compiling() and watching.is_transformed():
+        return True
+    if x.dtype in _MULTIPLIED:
+        return False
+    dtype = casting.dtype_of(x)
+    return dtype not in _MULTIPLIED and all(casting.dtype_of(w) == dtype for w in weights)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for a device, or an implementation on it."""
+    if device not in _HAS_KERNELS:
+        capability = device_of(device).capability if device.type == "cuda" else None
+        known = any(target.capability == capability for target in arch.TARGETS.values())
+        _HAS_KERNELS[device] = known or device.type in ("cpu", "meta")
+    return _HAS_KERNELS[device]
+
+
+_HAS_KERNELS: dict[torch.device, bool] = {}
+has_kernels.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result imports the compiler
+
+
+# PyTorch has no F.linear for FP8.
+_MULTIPLIED = frozenset((torch.float16, torch.bfloat16, *fp8.DTYPES))
+
+
 def is_watched(*modules: Any) -> bool:
-    """Whether modules have hooks or a forward of their own instance: they must be called then, as they were before."""
+    """Whether modules have hooks or a forward that is not their class's: they must be called then, as before."""
     for m in modules:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             return True
-        # The second asks nothing: PyTorch's tracer guards what is read, and not what a dict lacks.
-        if "forward" in m.__dict__ or not callable(m.forward):
+        if not has_class_forward(m):
             return True
     return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
+def has_class_forward(module: Any) -> bool:
+    """Whether a module's forward is its class's, also if it is an attribute: libraries that wrap it put it back so."""
+    forward = module.forward
+    # PyTorch's tracer finds no default of getattr here.
+    is_bound = isinstance(forward, MethodType)
+    return is_bound and forward.__func__ is type(module).forward and forward.__self__ is module
+
+
 def are_read(kinds: tuple[type, ...], *modules: Any) -> bool:
-    """Whether reading the weights of modules equals calling them, if it does for modules of these very classes.
-
-    A subclass may have another forward, and a parametrized module has a class of its own.
-    """
-    return are_of(kinds, *modules) and not is_watched(*modules)
-
-
-def are_of(kinds: tuple[type, ...], *modules: Any) -> bool:
-    """Whether modules have one of these very classes, and weights that kernels read: on one device, and plain."""
+    """Whether reading the weights of modules equals calling them: these very classes, plain weights, and no hooks."""
     for m in modules:
-        weight = m._parameters.get("weight")
+        weight = parameter(m, "weight")
         if type(m) not in kinds or is_spread(weight) or is_own(weight):
             return False
-    return True
+    return not is_watched(*modules)
+
+
+def parameter(module: Any, name: str) -> Any:
+    """Return a module's parameter, or the attribute in its place, such as that of ``torch.nn.utils.weight_norm``.
+
+    An attribute of a module takes ten times as long as an entry of its parameters.
+    """
+    found = module._parameters.get(name)
+    return getattr(module, name, None) if found is None else found
 
 
 # ---- Operands --------------------------------------------------------------------------------------------------------
@@ -117,7 +176,7 @@ def matrices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vectors(*biases: Tensor | None) -> list[Tensor]:
-    """Return the biases that there are."""
+    """Return the biases that are not None."""
     return [bias.contiguous() for bias in biases if bias is not None]
 
 

@@ -1,8 +1,8 @@
 """Gradients of ops, by calls of ops: those of :mod:`cutlass_ops.epilogue.derivatives`, in the following steps.
 
 1. The gradients of the accumulator, of products and of inputs, element by element, from what the forward stored
-   (:mod:`cutlass_ops.epilogue.saving`). If it stored nothing, by one op that computes A @ B again, with each product by
-   a GEMM of its own, as a tile.
+   (:mod:`cutlass_ops.epilogue.saving`). If it stored nothing, one op computes A @ B again, and each product is a tile
+   that a GEMM of its own computes.
 2. dA and dB of each product, by a GEMM each. dB has the layout of B. It may be added to a parameter's ``main_grad``.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,22 +25,22 @@ from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, reference, sizes, watching
+from cutlass_ops.operand import batches, reference, sizes, watching
+from cutlass_ops.operand.sizes import surely
+from cutlass_ops.operand.tensors import overlap, require_tensor
 from cutlass_ops.run.portable import Portable
-from cutlass_ops.run.sizes import surely
-from cutlass_ops.run.tensors import overlap, require_tensor
 
 Values = dict[str, Any]
 
 
 @functools.lru_cache(maxsize=1024)
-def _vjp(graph: Graph, wrt: frozenset[str], of: frozenset[str], kept: frozenset[str]) -> Vjp:
-    return derivatives.vjp(graph, wrt, of=of, kept=kept)
+def _vjp(graph: Graph, wrt: frozenset[str], of: frozenset[str], kept: frozenset[str], *, in_fp64: bool) -> Vjp:
+    return derivatives.vjp(graph, wrt, of=of, kept=kept, in_fp64=in_fp64)
 
 
 @functools.lru_cache(maxsize=1024)
 def as_epilogue(expression: Expression) -> Graph | None:
-    """Return an expression as the epilogue of a GEMM, its products as tiles; None if it is none."""
+    """Return an expression as the epilogue of a GEMM, with its products as tiles; None if it cannot be one."""
     inputs = tuple(i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs)
     try:
         return Graph(inputs, expression.nodes, expression.outputs)
@@ -49,9 +50,9 @@ def as_epilogue(expression: Expression) -> Graph | None:
 
 @functools.lru_cache(maxsize=1024)
 def _as_elementwise(expression: Expression) -> Graph | None:
-    """Return an expression as an epilogue that reads no product: its accumulator and products as tiles.
+    """Return an expression as an epilogue that reads no product: its accumulator and products are tiles.
 
-    None if it is no epilogue. The tile that stands for the accumulator is :data:`_GIVEN`; D is always an output.
+    None if it cannot be one. The tile that stands for the accumulator is :data:`_GIVEN`; D is always an output.
     """
     if any(i.name == _GIVEN for i in expression.inputs):
         return None
@@ -66,7 +67,7 @@ def _as_elementwise(expression: Expression) -> Graph | None:
         return None
 
 
-# The name of the gradient of D where it is an input.
+# The name of the gradient of D if it is an input.
 _GIVEN = "given_d"
 
 
@@ -79,42 +80,44 @@ def wanted(names: Sequence[str], tensors: Sequence[Tensor]) -> frozenset[str]:
     return frozenset(name for name, x in pairs if x.requires_grad and x.is_floating_point())
 
 
-class Forward(NamedTuple):
-    """An op that autograd records, with what its backward reads again.
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """An op that autograd records, with what its backward reads again."""
 
-    Attributes
-    ----------
-    called : Portable
-        The op of the user.
-    runs : Portable
-        What runs: the same op, or one with a few outputs more.
-    saving : Saving
-        What it stores.
-    hooked : bool
-        Whether what it stores passes through hooks of saved tensors, which may keep it.
-    """
-
-    called: Portable
-    runs: Portable
+    called: Portable  # the user's op
+    runs: Portable  # the same op, or one with a few more outputs
     saving: Saving
-    hooked: bool
+    # Places in the results of `runs` of what the backward reads. With products apart, some is elsewhere.
+    kept_at: tuple[int, ...]
+    in_fp64: bool
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def of(cls, called: Portable, wrt: frozenset[str], dtype: torch.dtype, *, store: bool) -> Forward:
-        """Return how a call is recorded, for the gradients of the accumulator, of products and of the inputs `wrt`."""
+        """Return how to record a call, for the gradients of the accumulator, of products and of the inputs `wrt`."""
         found = saving(called.graph, wrt, store=store, narrow=dtype is torch.float16)
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return cls(called, called if found.runs == called.graph else called.of(found.runs), found, hooked)
+        runs = called if found.runs == called.graph else called.of(found.runs)
+        outputs = [o.name for o in runs.graph.outputs]
+        kept_at = () if found.apart else tuple(map(outputs.index, found.kept))
+        return cls(called, runs, found, kept_at, dtype is torch.float64)
 
     def run(
-        self, a: Tensor, b: Tensor, values: Values, out_dtype: torch.dtype | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out_dtype: torch.dtype | None
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
         """Run it; return the outputs of the user's op, and what the backward reads."""
-        products = {name: self.product(a, values[name], values) for name in self.saving.apart}
-        results = self.runs.as_list(a, b, *(values | products).values(), out_dtype=out_dtype)
-        by_name = {o.name: x for o, x in zip(self.runs.graph.outputs, results, strict=True)}
-        by_name |= {output: products[name] for name, output in self.saving.apart.items()}
-        return results[: len(self.called.graph.outputs)], [by_name[name] for name in self.saving.kept]
+        count = len(self.called.graph.outputs)
+        if self.saving.apart:
+            values = dict(zip(self.called.inputs, inputs, strict=True))
+            products = {name: self.product(a, values[name], values) for name in self.saving.apart}
+            results: Sequence[Tensor] = self.runs.as_list(a, b, *(values | products).values(), out_dtype=out_dtype)
+            by_name = {o.name: x for o, x in zip(self.runs.graph.outputs, results, strict=True)}
+            by_name |= {output: products[name] for name, output in self.saving.apart.items()}
+            return results[:count], [by_name[name] for name in self.saving.kept]
+        found = None if watching.is_watched() else self.runs.run_warm(a, b, inputs, None, out_dtype)
+        if found is None:
+            found = self.runs.as_list(a, b, *inputs, out_dtype=out_dtype)
+        results = (found,) if isinstance(found, Tensor) else found
+        return results[:count], [results[at] for at in self.kept_at]
 
     def product(self, a: Tensor, b: Tensor, values: Values) -> Tensor:
         """Return a @ b, in a's dtype."""
@@ -122,87 +125,84 @@ class Forward(NamedTuple):
         return self.called.of(builtin.identity.graph).as_list(a, b, *of_form, out_dtype=a.dtype)[0]
 
     def vjp(self, wrt: frozenset[str], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Vjp:
-        """Return the expression of the gradients, which reads what is kept.
-
-        Raises
-        ------
-        NotImplementedError
-            If an output with a gradient has no derivative.
-        """
+        """Return the expression of the gradients. Raises NotImplementedError if an output has no derivative."""
         graph = self.saving.graph if set(self.saving.kept) <= set(kept) else self.saving.placed
         try:
-            return _vjp(graph, wrt, frozenset(of), frozenset(kept))
+            return _vjp(graph, wrt, frozenset(of), frozenset(kept), in_fp64=self.in_fp64)
         except ConfigError as error:
             raise NotImplementedError(f"{self.called!r} has no gradient: {error}") from None
 
     def vjp_asked(
-        self, wrt: frozenset[str], tensors: Mapping[str, Tensor], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+        self, wrt: frozenset[str], asked: Collection[str], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]
     ) -> Vjp:
-        """Return the expression of the gradients that the backward that runs is asked for.
+        """Return the expression of the gradients that the running backward is asked for.
 
-        It is without those of inputs if none of them is asked for and nothing else is to be computed, as behind a bias.
-        Otherwise it is whole: of a part, the kernel would be another one, which nobody may have compiled.
+        It leaves out the gradients of inputs only if none is asked for and nothing else is to be computed, as behind a
+        bias. Otherwise it is whole: a partial expression would be another kernel, which may not be compiled.
         """
         inputs = wrt.difference(self.called.graph.products)
-        if inputs and not any(is_asked(tensors[name]) for name in inputs):
+        if inputs and inputs.isdisjoint(asked):
             alone = self.vjp(wrt - inputs, of, kept)
             if not alone.again and not alone.found:
                 return alone
         return self.vjp(wrt, of, kept)
 
     def spent(self, kept: Mapping[str, Tensor]) -> frozenset[int]:
-        """Return the addresses of what is kept for a backward that runs now, and for nothing else.
-
-        What the op returned is the caller's, and a graph that is retained has another backward.
-        """
-        if self.hooked or torch._C._autograd._get_current_graph_task_keep_graph() or watching.is_watched():
-            return frozenset()
+        """Return the addresses of what only one backward keeps (:func:`is_spent`), without the op's results."""
         returned = {o.name for o in self.called.graph.outputs}
         own = [x for name, x in kept.items() if name not in returned and not watching.is_special(x)]
         return frozenset(x.data_ptr() for x in own)
 
 
 def saved_of(ctx: Any) -> list[Tensor]:
-    """Return what a forward saved. Autograd lets it go, unless the graph is retained: the list has the only references.
+    """Return what a forward saved, and let autograd free it, unless the graph is retained.
 
-    Otherwise it would lie there until the node's whole backward is done.
+    The list then has the only references. Without this, autograd would keep it until the node's whole backward is done.
     """
     saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
     return saved
 
 
+def has_hooks() -> bool:
+    """Whether what is saved now passes through hooks, which may keep it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_spent() -> bool:
+    """Whether only the running backward needs what was saved: a retained graph may have another backward."""
+    return not (torch._C._autograd._get_current_graph_task_keep_graph() or watching.is_watched())
+
+
 # ---- What a backward is asked for ------------------------------------------------------------------------------------
 
 
-def is_asked(x: Tensor) -> bool:
-    """Whether the backward that runs needs a tensor's gradient.
+def asked_of(ctx: Any, wanted: Sequence[bool]) -> tuple[bool, ...]:
+    """Return which gradients of a node's `wanted` tensors the running backward needs.
 
     ``ctx.needs_input_grad`` says only which tensors required gradients in the forward.
     """
-    # A view that was made under torch.no_grad() may require gradients and be no node of the graph.
-    if x._is_view() and x.grad_fn is None:
-        return True
+    return tuple([want and _runs(node) for want, (node, _) in zip(wanted, ctx.next_functions, strict=True)])
+
+
+def _runs(node: Any, otherwise: bool = True) -> bool:
+    """Whether the running backward passes a gradient to a node.
+
+    `otherwise` is the answer without the engine, and for a leaf whose gradient torch.autograd.grad returns.
+    """
     try:
-        return torch._C._will_engine_execute_node(_node(x))
-    except RuntimeError:  # a leaf of which torch.autograd.grad returns the gradient, or a backward without the engine
-        return True
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return otherwise
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds to a parameter's gradient. torch.autograd.grad returns it instead."""
-    try:
-        return torch._C._will_engine_execute_node(_node(parameter))
-    except RuntimeError:
-        return False
-
-
-def _node(x: Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(x).node
+    """Whether the running backward adds to a parameter's gradient. torch.autograd.grad returns the gradient instead."""
+    return _runs(torch.autograd.graph.get_gradient_edge(parameter).node, otherwise=False)
 
 
 class MainGrad(NamedTuple):
-    """Where the gradient of a parameter's matrix is to be added, as the matrix lies."""
+    """Where the gradient of a parameter's matrix is to be added, in the matrix's layout."""
 
     parameter: Tensor
     total: Tensor
@@ -211,10 +211,7 @@ class MainGrad(NamedTuple):
 def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
     """Return where a matrix's gradient is to be added: the ``main_grad`` of its parameter, if any.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no tensor that a kernel can add to.
+    Raises TypeError or ValueError if it is no tensor that a kernel can add to.
     """
     parameter = matrix if matrix._base is None else matrix._base
     found = getattr(parameter, "main_grad", None)
@@ -230,7 +227,7 @@ def main_grad(name: str, matrix: Tensor) -> MainGrad | None:
         )
     _require_to_add(name, found, parameter)
     of_parameter: Tensor = found
-    # What is multiplied may be a copy of the parameter that torch.autocast asks for.
+    # A call may multiply by a copy of the parameter, which torch.autocast asks for.
     return MainGrad(getattr(parameter, "main_grad_of", parameter), of_parameter if whole else of_parameter.mT)
 
 
@@ -265,7 +262,7 @@ def _require_to_add(name: str, total: Tensor, parameter: Tensor) -> None:
             f"main_grad of {name} comes from torch.inference_mode(), outside of which PyTorch changes it no more: make "
             "it main_grad.clone()"
         )
-    # Of a copy that torch.autocast asks for, the parameter itself.
+    # The parameter itself, if this is a copy for torch.autocast.
     original = getattr(parameter, "main_grad_of", parameter)
     if all(map(watching.has_values, (total, original))) and overlap(total, original):
         raise ValueError(
@@ -274,18 +271,12 @@ def _require_to_add(name: str, total: Tensor, parameter: Tensor) -> None:
 
 
 def added(into: Mapping[str, MainGrad | None]) -> dict[str, Tensor]:
-    """Return the tensors to which the backward that runs adds gradients, by the name of the matrix."""
+    """Return the tensors to which the running backward adds gradients, by the name of the matrix."""
     return {name: x.total for name, x in into.items() if x is not None and _is_accumulated(x.parameter)}
 
 
 def refuse_main_grads(into: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that are to be differentiated again and added somewhere.
-
-    Raises
-    ------
-    NotImplementedError
-        If there are any.
-    """
+    """Raise NotImplementedError if there are gradients to be differentiated again and added somewhere."""
     if into:
         raise NotImplementedError(
             f"create_graph=True, and the parameter of {', '.join(into)} has a main_grad, in which a gradient leaves "
@@ -297,25 +288,20 @@ def refuse_main_grads(into: Mapping[str, Tensor]) -> None:
 
 
 class Step:
-    """The backward of one call: its operands, and the ops that it makes calls of.
+    """The backward of one call: its operands, and the ops that it calls."""
 
-    Attributes
-    ----------
-    spent : collection of int
-        The addresses of tiles that nothing reads after the one op that reads them: it may write its results there.
-    same : collection of str
-        The leaves whose gradients are gradients that came in, as they are.
-    """
+    spent: Collection[int] = ()  # addresses of tiles that only one op still reads: it may write its results there
+    same: Collection[str] = ()  # leaves whose gradients are incoming gradients, unchanged
 
-    spent: Collection[int] = ()
-    same: Collection[str] = ()
-
-    def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
+    def __init__(
+        self, called: Portable, a: Tensor, b: Tensor, values: Values, batch: tuple[int, ...] | None = None
+    ) -> None:
         self.called, self.a, self.b, self.values = called, a, b, values
-        self.batch, (self.k, self.n) = tuple(a.shape[:-1]), b.shape
-        self.m = math.prod(self.batch)
+        self.batch = tuple(a.shape[:-1]) if batch is None else batch
+        self.m, self.k, self.n = math.prod(self.batch), a.shape[-1], b.shape[-1]
         self.weights: dict[str, Tensor] = {ACC: b, **{name: values[name] for name in called.graph.products}}
-        # FP64 is that of tests.
+        self.kinds = {i.name: i.kind for i in called.graph.inputs}
+        # Only tests use FP64.
         self.wide = torch.promote_types(a.dtype, torch.float32)
 
     def run(self, graph: Graph, a: Tensor, b: Tensor, *inputs: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -324,7 +310,7 @@ class Step:
         return self.called.of(graph).as_list(a, b, *inputs, out_dtype=dtype, **self.over(graph, inputs, dtype))
 
     def over(self, graph: Graph, inputs: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
-        """Return the `out` of a call whose results overwrite those of its inputs that are spent, if there are any."""
+        """Return the `out` of a call whose results overwrite its spent inputs, if there are any."""
         if not self.spent:
             return {}
         pairs = zip(graph.inputs, inputs, strict=True)
@@ -337,7 +323,7 @@ class Step:
         return self.run(builtin.identity.graph, a, b, dtype=dtype)[0]
 
     def gradients(self, found: Vjp, of: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradient of each leaf, as far as it is not 0."""
+        """Return the gradient of each leaf, unless it is 0."""
         given = {name: of[output] for output, name in found.given.items()}
         # An expression computes with FP32 values, and places are whole numbers.
         given |= {
@@ -355,19 +341,19 @@ class Step:
                 values[name] = self.product(self.a, values[name])
             tiles = self.in_tiles(expression)
             graph = as_epilogue(tiles)
-            # Such as one of too many outputs, or in FP64 one with reductions.
+            # Such as an epilogue with too many outputs, or in FP64 one with reductions.
             if graph is None or self.called.why_not(graph, self.a.dtype) is not None:
                 acc = self.product(self.a, self.b, self.wide)
                 results = self._elementwise(expression, acc, values)
             else:
-                # What is added up afterwards is not rounded before.
+                # Values that are added up later are not rounded before.
                 later = tiles is not expression and any(o.reduce is not None for o in expression.outputs)
                 listed = self.run(graph, self.a, self.b, *values.values(), dtype=self.wide if later else None)
                 results = self.summed(expression, dict(zip((o.name for o in graph.outputs), listed, strict=True)))
         self.same = found.same
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
         leaves |= {leaf: results[output] for leaf, output in found.found.items()}
-        # What is multiplied has A's dtype, and repeats no values in memory, as PyTorch's gradient of a sum does.
+        # Multiplied matrices have A's dtype. They repeat no values in memory, unlike PyTorch's gradient of a sum.
         multiplied = (leaf for leaf in self.weights if leaf in leaves)
         return leaves | {leaf: leaves[leaf].to(self.a.dtype).contiguous() for leaf in multiplied}
 
@@ -376,15 +362,15 @@ class Step:
         return value
 
     def in_tiles(self, expression: Expression) -> Expression:
-        """Return an expression as the op computes it; :meth:`summed` makes of its results what is wanted."""
+        """Return an expression as the op computes it; :meth:`summed` turns its results into those that are wanted."""
         return expression
 
     def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return an expression's results, of those of :meth:`in_tiles`."""
+        """Return an expression's results from those of :meth:`in_tiles`."""
         return results
 
     def gradients_behind(self, found: Vjp, a: Tensor, b: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradient of each leaf, by the GEMM that gives the gradient of D: a @ b."""
+        """Return the gradient of each leaf, by the GEMM that computes the gradient of D: a @ b."""
         values = self.values | {name: kept[output] for output, name in found.kept.items()}
         graph = as_epilogue(found.expression)
         assert graph is not None
@@ -393,9 +379,9 @@ class Step:
         return {leaf: results[output] for leaf, output in found.found.items()}
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
-        """Compute an expression by PyTorch, for a given accumulator; products are there as tiles.
+        """Compute an expression by PyTorch, for a given accumulator and with products as tiles.
 
-        As of an op, the results have A's leading dimensions.
+        The results have A's leading dimensions, as an op's have.
         """
         flat = {i.name: self._flat(i.kind, values[i.name]) for i in expression.inputs}
         if acc is None:  # no gradient of D, so that the expression does not read it
@@ -407,7 +393,7 @@ class Step:
             node = expression.nodes[output.node]
             tile = tiles.get("acc" if node.op == "acc" else str(node.attr) if node.op == "input" else "")
             if output.reduce == "sum" and isinstance(tile, Tensor) and tile.ndim == 2:
-                # A tile that is there is added as it is, and not converted first.
+                # An existing tile is added up directly, and not converted first.
                 of_columns = output.kind is Kind.COL
                 sums[output.name] = tile.sum(1, dtype=self.wide) if of_columns else sum_of_rows(tile, self.wide)
             elif output.name != "d" or node.op not in ("acc", "const"):
@@ -428,22 +414,23 @@ class Step:
         return self._unfolded(expression, sums | {o.name: results[o.name] for o in others})
 
     def _unrounded(self, values: Values) -> Values:
-        """Return inputs with numbers as kernels for A's dtype take them: of others, the reference takes FP32."""
+        """Return inputs with numbers as kernels for A's dtype take them: the reference rounds other numbers to FP32."""
         if self.a.dtype != torch.float64:
             return values
         return {n: self.a.new_full((), x) if isinstance(x, float) else x for n, x in values.items()}
 
     def _by_kernel(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor] | None:
-        """Compute an expression by an epilogue that reads no product; None if it is no epilogue.
+        """Compute an expression by an epilogue that reads no product; None if it cannot be one.
 
-        PyTorch would launch a kernel for each operation. This one launches one, which reads and writes each tile once.
+        PyTorch would launch a kernel for each operation. This launches one kernel, which reads and writes each tile
+        once.
         """
         means = {name: gathered_leaf(name) for name in expression.gathered}
         graph = _as_elementwise(_of_columns(expression, tuple(means)))
         if graph is None:
             return None
         values = {**values, _GIVEN: acc, **{_column_of(name): self._flat(Kind.COL, self._mean(name)) for name in means}}
-        a, b = self.a.new_empty(self.m, _UNREAD_K), self.a.new_empty(self.n, _UNREAD_K).t()
+        a, b = self.a.new_empty(self.m, _UNREAD_K), self.a.new_empty_strided((_UNREAD_K, self.n), (1, _UNREAD_K))
         listed = self.dense(graph, a, b, *(values[i.name] for i in graph.inputs))
         return dict(zip((o.name for o in graph.outputs), listed, strict=True))
 
@@ -452,7 +439,7 @@ class Step:
         return self.run(graph, a, b, *inputs)
 
     def _mean(self, name: str) -> Tensor:
-        """Return what is gathered of A's rows, without a copy of A in FP32."""
+        """Return the values gathered from A's rows, without a copy of A in FP32."""
         if name == "mean_of_a":
             return self.a.mean(-1, dtype=self.wide)
         norms: Tensor = torch.linalg.vector_norm(self.a, dim=-1, dtype=self.wide)
@@ -480,7 +467,7 @@ class Step:
         return value.expand(full).reshape(self.m, self.n)
 
     def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the gradient of A, of the accumulator's, products' and gathered values' gradients."""
+        """Return the gradient of A from those of the accumulator, products and gathered values."""
         a, k = self.a, 1 if surely(self.k == 0) else self.k
         parts = [(leaves[leaf], weight) for leaf, weight in self.weights.items() if leaf in leaves]
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
@@ -491,7 +478,7 @@ class Step:
             after.append((composed.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
         if not parts:
             return None if not after else self._means_alone(mean, square)
-        if len(parts) == 1 and not after and parts[0][1].ndim == 2 and _is_col_major(a):
+        if len(parts) == 1 and not after and parts[0][1].ndim == a.ndim == 2 and _is_col_major(a):
             d, weight = parts[0]
             return self.product(weight, d.t()).t()
         total: Tensor | None = None
@@ -522,26 +509,24 @@ class Step:
         tensors: Mapping[str, Tensor],
         wrt: frozenset[str],
         into: Mapping[str, Tensor],
-        *,
-        a: bool,
-        b: bool,
+        asked: Collection[str],
     ) -> list[Tensor | None]:
-        """Return the gradients of A and B, if they are wanted, and of the epilogue's tensors: None if there is none.
+        """Return the gradients of A and B, if they are asked for, and of the epilogue's tensors: None if there is none.
 
-        The order is one in which few tiles are there at once. What is no product comes first. Of several products, each
-        gradient is let go when that of its weight is there. With one, the weight's gradient is first: a GEMM with few
+        The order keeps few tiles alive at once. What is no product comes first. With several products, each gradient is
+        freed as soon as its weight's gradient exists. With one product, the weight's gradient is first: a GEMM with few
         tiles and long sums, whose kernel may need a workspace.
         """
         found: dict[str, Tensor | None] = {}
         inputs = [name for name in tensors if name in wrt and name in leaves]
-        a, b = a and is_asked(self.a), b and is_asked(self.b)
+        a = "a" in asked
         for name in inputs:
             if name not in self.weights:
                 found[name] = self.alike(name, leaves.pop(name), tensors[name])
         several = len(self.weights) > 1
         of_a = self.of_a(leaves) if a and several else None
-        wanted_weights = {ACC: self.b} if b else {}
-        wanted_weights |= {name: tensors[name] for name in inputs if name in self.weights and is_asked(tensors[name])}
+        wanted_weights = {ACC: self.b} if "b" in asked else {}
+        wanted_weights |= {name: tensors[name] for name in inputs if name in self.weights and name in asked}
         for name, weight in wanted_weights.items():
             found[name] = self.of_weight(leaves.get(name), weight, into.get("b" if name == ACC else name))
             if several:
@@ -552,7 +537,7 @@ class Step:
         return [of_a, found.get(ACC), *map(found.get, tensors)]
 
     def _forget_a(self, leaves: Mapping[str, Tensor]) -> None:
-        """Let A go if its gradient reads only its shape: between layers, nothing else may hold it."""
+        """Free A if its gradient reads only its shape: between layers, nothing else may hold it."""
         if any(gathered_leaf(name) in leaves for name in GATHERED):
             return
         if not watching.is_watched() and not watching.is_special(self.a):
@@ -571,23 +556,38 @@ class Step:
         """Return the gradient of B or of a product's matrix, in its layout; None if it is added to `into`."""
         if gradient is None:
             return None
-        d, a = gradient.reshape(self.m, self.n), self.a.reshape(self.m, self.k)
-        if into is not None:
-            first, second, total = (a.t(), d, into) if into.is_contiguous() else (d.t(), a, into.t())
-            self.called.of(builtin.residual.graph)(first, second, total, out=total)
-            return None
-        # Of a weight.t(), the gradient is that of the weight, transposed: the weight's has no copy then.
-        return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
+        a, d = self.in_lines(self.a, self.k), self.in_lines(gradient, self.n)
+        if into is None:
+            return self.by_layout(a, d, weight, weight.dtype)
+        first, second, total = (a, d, into) if into.is_contiguous() else (d, a, into.mT)
+        self.add_of_lines(first, second, total)
+        return None
+
+    def by_layout(self, a: Tensor, d: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return A.T @ D. For weight.T, it is the transpose of D.T @ A: then the weight's gradient needs no copy."""
+        return self.of_lines(d, a, dtype).mT if _is_col_major(weight) else self.of_lines(a, d, dtype)
+
+    def in_lines(self, x: Tensor, columns: int) -> Tensor:
+        """Return a matrix with a line for each row of D."""
+        return x.reshape(self.m, columns)
+
+    def of_lines(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x.T @ y."""
+        return self.product(x.mT, y, dtype)
+
+    def add_of_lines(self, x: Tensor, y: Tensor, total: Tensor) -> None:
+        """Add x.T @ y to a tensor."""
+        self.called.of(builtin.residual.graph).as_list(x.mT, y, total, out=total)
 
 
-# So many rows are added up at first: in blocks, PyTorch adds without scratch memory.
+# Rows that are added up at first: in blocks, PyTorch adds without scratch memory.
 _BLOCK = 128
 
 
 def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of each GEMM's rows: of (..., M, N), (..., N).
+    """Return the sum of each GEMM's rows: (..., M, N) becomes (..., N).
 
-    Added up at once, few columns of many rows cost PyTorch scratch memory four times as large as a BF16 tile
+    If PyTorch adds few columns of many rows at once, it needs scratch memory four times as large as a BF16 tile
     (benchmarks/NOTES.md, "A sum's scratch memory").
     """
     rows = tile.shape[-2]
@@ -599,7 +599,7 @@ def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
     return total if whole == rows else total + tile.narrow(-2, whole, rows - whole).sum(-2, dtype=dtype)
 
 
-# The extent of K of operands that nobody reads: they say what M and N are.
+# K's extent in operands that nobody reads: they only define M and N.
 _UNREAD_K = 8
 
 
@@ -614,7 +614,7 @@ def _column_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _of_columns(expression: Expression, gathered: tuple[str, ...]) -> Expression:
-    """Return an expression that takes as columns what it would gather from A."""
+    """Return an expression that takes the values gathered from A as columns."""
     if not gathered:
         return expression
     given = {Node(name): Node("input", (), _column_of(name)) for name in GATHERED}
@@ -622,39 +622,57 @@ def _of_columns(expression: Expression, gathered: tuple[str, ...]) -> Expression
     return expression_of(inputs, [given.get(node, node) for node in expression.nodes], expression.outputs)
 
 
-class _BatchedStep(Step):
-    """The backward of a call with batches: what they share gets the sum of their gradients.
+class SeveralSteps(Step):
+    """The backward of a call with several GEMMs. Kernels reduce the D of one, so sums over them are made of tiles."""
 
-    Kernels reduce the D of one GEMM. So a backward that multiplies A @ B again takes its sums of tiles by PyTorch. One
-    that does not sees the rows of all batches as those of one D.
-    """
-
-    def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
-        self.called, self.a, self.b, self.values = called, a, b, values
-        self.lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # type: ignore[no-untyped-call]
-        (rows, self.k), self.n = a.shape[-2:], b.shape[-1]
-        self.batch = (*self.lead, rows)
-        self.m = math.prod(self.batch)
-        self.weights = {ACC: b, **{name: values[name] for name in called.graph.products}}
-        self.wide = torch.promote_types(a.dtype, torch.float32)
-        self.kinds = {i.name: i.kind for i in called.graph.inputs}
-        self.own = {Kind.ROW: (self.n,), Kind.COL: (rows,), Kind.TILE: (rows, self.n), Kind.PRODUCT: (rows, self.n)}
-
-    def in_tiles(self, expression: Expression) -> Expression:
+    def in_tiles(self, expression: Expression) -> Expression:  # noqa: D102
         outputs = [o._replace(kind=Kind.TILE, reduce=None) for o in expression.outputs]
         return expression_of(expression.inputs, expression.nodes, outputs)
 
-    def as_input(self, kind: Kind | None, value: Tensor) -> Tensor:
-        return value.unsqueeze(-2) if kind is Kind.ROW else value  # a 1 before N is no batch: see batches.spread
-
-    def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: D102
         kinds = {o.name: o.kind for o in expression.outputs if o.reduce is not None}
         sums = {
-            name: x.sum(-1, dtype=self.wide) if kinds[name] is Kind.COL else sum_of_rows(x, self.wide)
+            name: self.sum_of_rows(x) if kinds[name] is Kind.ROW else self.used(x.sum(-1, dtype=self.wide))
             for name, x in results.items()
             if name in kinds
         }
         return results | sums
+
+    def sum_of_rows(self, x: Tensor) -> Tensor:
+        """Return the sum of each GEMM's rows: (..., N)."""
+        return sum_of_rows(x, self.wide)
+
+    def used(self, x: Tensor) -> Tensor:
+        """Return a tensor with zeros in rows that belong to no GEMM."""
+        return x
+
+    def _in_tiles_of_rows(
+        self, expression: Expression, rows: Mapping[str, Tensor], sums: Collection[str], without: Collection[str] = ()
+    ) -> Expression:
+        """Return an expression in which the inputs `rows` and the outputs `sums` are tiles."""
+        inputs = [i._replace(kind=Kind.TILE) if i.name in rows else i for i in expression.inputs]
+        outputs = [o._replace(kind=Kind.TILE, reduce=None) if o.name in sums else o for o in expression.outputs]
+        return expression_of(inputs, expression.nodes, [o for o in outputs if o.name not in without])
+
+    def _rows_apart(self, expression: Expression, values: Values) -> list[str]:
+        """Return the inputs that have a row for each GEMM."""
+        return [i.name for i in expression.inputs if i.kind is Kind.ROW and values[i.name].numel() != self.n]
+
+
+class _BatchedStep(SeveralSteps):
+    """The backward of a call with batches: tensors that batches share get the sum of their gradients.
+
+    If a backward does not multiply A @ B again, it treats the rows of all batches as those of one D.
+    """
+
+    def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
+        self.lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # type: ignore[no-untyped-call]
+        rows, n = a.shape[-2], b.shape[-1]
+        super().__init__(called, a, b, values, (*self.lead, rows))
+        self.own = {Kind.ROW: (n,), Kind.COL: (rows,), Kind.TILE: (rows, n), Kind.PRODUCT: (rows, n)}
+
+    def as_input(self, kind: Kind | None, value: Tensor) -> Tensor:
+        return value.unsqueeze(-2) if kind is Kind.ROW else value  # a 1 before N is no batch: see batches.spread
 
     def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
         kind = self.kinds[name]
@@ -668,26 +686,21 @@ class _BatchedStep(Step):
         return None if total is None else self._of_shared(total, self.a.shape).to(self.a.dtype)
 
     def of_weight(self, gradient: Tensor | None, weight: Tensor, into: Tensor | None = None) -> Tensor | None:
-        if gradient is None:
-            return None
-        a = self.a if self.a.ndim > 2 else self.a[None]  # two dimensions would be a weight
-        is_shared = weight.shape[:-2] != self.lead
-        if into is not None and not is_shared:
-            first, second, total = (a.mT, gradient, into) if into.is_contiguous() else (gradient.mT, a, into.mT)
-            self.called.of(builtin.residual.graph)(first, second, total, out=total)
-            return None
-        # What batches share is added up before it is rounded.
-        dtype = self.wide if is_shared else weight.dtype
-        turned = surely(weight.stride(-2) == 1) and not surely(weight.stride(-1) == 1)
-        found = self.product(gradient.mT, a, dtype).mT if turned else self.product(a.mT, gradient, dtype)
+        if gradient is None or weight.shape[:-2] == self.lead:
+            return super().of_weight(gradient, weight, into)
+        # Gradients of shared tensors are added up before they are rounded.
+        found = self.by_layout(self.in_lines(self.a, self.k), gradient, weight, self.wide)
         found = self._of_shared(found, weight.shape)
         if into is not None:
             into.add_(found)
             return None
         return found.to(weight.dtype)
 
+    def in_lines(self, x: Tensor, columns: int) -> Tensor:
+        return x if x.ndim > 2 else x[None]  # two dimensions would be a weight
+
     def _of_shared(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Add up the gradients of what several batches share."""
+        """Add up the gradients of tensors that several batches share."""
         if sizes.same(gradient.shape, shape):
             return gradient
         lead = gradient.ndim - len(shape)
@@ -699,21 +712,20 @@ class _BatchedStep(Step):
         if Node("row_index") in expression.nodes:
             return self._by_batches(expression, acc, values)
         # A row that differs between batches is a tile of all their rows.
-        apart = {i.name for i in expression.inputs if i.kind is Kind.ROW and values[i.name].numel() != self.n}
-        rows = {name: batches.without_ones(Kind.ROW, values[name], self.lead, self.own[Kind.ROW]) for name in apart}
-        values = values | {name: x.unsqueeze(-2) for name, x in rows.items()}
-        inputs = [i._replace(kind=Kind.TILE) if i.name in apart else i for i in expression.inputs]
+        rows = {
+            name: batches.without_ones(Kind.ROW, values[name], self.lead, self.own[Kind.ROW]).unsqueeze(-2)
+            for name in self._rows_apart(expression, values)
+        }
         of_batches = any(
             self.kinds[name] is Kind.ROW and isinstance(x, Tensor) and x.numel() != self.n
             for name, x in self.values.items()
         )
         sums = {o.name for o in expression.outputs if of_batches and o.kind is Kind.ROW}
-        outputs = [o._replace(kind=Kind.TILE, reduce=None) if o.name in sums else o for o in expression.outputs]
-        found = super()._elementwise(expression_of(inputs, expression.nodes, outputs), acc, values)
-        return {name: sum_of_rows(x, self.wide) if name in sums else x for name, x in found.items()}
+        found = super()._elementwise(self._in_tiles_of_rows(expression, rows, sums), acc, values | rows)
+        return {name: self.sum_of_rows(x) if name in sums else x for name, x in found.items()}
 
     def _by_batches(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
-        """Compute an expression by PyTorch that counts the rows of each batch from 0."""
+        """Compute by PyTorch an expression that counts the rows of each batch from 0."""
         if acc is None:  # no gradient of D, so that the expression does not read it
             acc = self.a.new_zeros((1, 1), dtype=self.wide)
         gathered = expression.gathered
@@ -745,16 +757,16 @@ class _BatchedStep(Step):
 
 
 def step_of(called: Portable, a: Tensor, b: Tensor, values: Values) -> Step:
-    """Return the backward of a call, of one GEMM or of batches."""
+    """Return the backward of a call, for one GEMM or for batches."""
     return (Step if b.ndim == 2 else _BatchedStep)(called, a, b, values)
 
 
 def _is_col_major(matrix: Tensor) -> bool:
-    return matrix.ndim == 2 and surely(matrix.stride(0) == 1) and not surely(matrix.stride(1) == 1)
+    return surely(matrix.stride(-2) == 1) and not surely(matrix.stride(-1) == 1)
 
 
 def _alike(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return an input's gradient in the input's shape: what PyTorch broadcasts is summed."""
+    """Return an input's gradient in the input's shape: the dimensions that PyTorch broadcasts are summed."""
     if gradient.numel() != x.numel():
         gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         if x.numel() == 1:
@@ -762,5 +774,5 @@ def _alike(gradient: Tensor, x: Tensor) -> Tensor:
         else:
             same = gradient if gradient.ndim == x.ndim else gradient.reshape(-1, gradient.shape[-1])
             gradient = same.sum_to_size(x.shape[max(x.ndim - same.ndim, 0) :])  # the dimensions before are 1
-    # Not a view where none is needed: see Step.alike.
+    # No view if none is needed: see Step.alike.
     return (gradient if gradient.shape == x.shape else gradient.reshape(x.shape)).to(x.device, x.dtype)

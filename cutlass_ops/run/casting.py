@@ -1,4 +1,4 @@
-"""What torch.autocast asks for."""
+"""Casts that torch.autocast asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.run.sizes import lies_as
+from cutlass_ops.operand.sizes import lies_as
 
 
 def autocast(
@@ -17,8 +17,7 @@ def autocast(
 ) -> tuple[Any, Any, tuple[Any, ...]]:
     """Return a call's arguments with A, B and products in the dtype that torch.autocast asks for, if any is active.
 
-    What is cast is what F.linear casts of its operands: no FP64, and no FP8. Other inputs stay as they are, since
-    kernels compute with them in FP32.
+    Like F.linear, it casts no FP64 and no FP8. Other inputs stay unchanged, since kernels compute with them in FP32.
     """
     dtype = autocast_dtype(a)
     if dtype is None:
@@ -30,7 +29,7 @@ def autocast(
 
 def autocast_dtype(tensor: Any) -> torch.dtype | None:
     """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
-    if not torch.compiler.is_dynamo_compiling() and not _any_autocast():
+    if not torch.compiler.is_dynamo_compiling() and not any_autocast():
         return None  # at once: every call with a norm's vector asks
     if not isinstance(tensor, Tensor) or tensor.device.type not in _AUTOCASTING:
         return None
@@ -39,16 +38,22 @@ def autocast_dtype(tensor: Any) -> torch.dtype | None:
     return torch.get_autocast_dtype(tensor.device.type)
 
 
+def dtype_of(operand: Tensor) -> torch.dtype:
+    """Return the dtype in which an operand is multiplied."""
+    dtype = autocast_dtype(operand) if operand.dtype in _CAST else None
+    return operand.dtype if dtype is None else dtype
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Turn torch.autocast off for what computes with operands that are cast already."""
-    if device.type not in _AUTOCASTING:
-        return nullcontext()
+    """Turn torch.autocast off for code whose operands are cast already."""
+    if device.type not in _AUTOCASTING or not (torch.compiler.is_dynamo_compiling() or any_autocast()):
+        return nullcontext()  # entering torch.autocast takes longer than a launch
     return torch.autocast(device.type, enabled=False)
 
 
-# PyTorch refuses the question for others, such as "meta".
+# PyTorch raises an error for other device types, such as "meta".
 _AUTOCASTING = ("cpu", "cuda")
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 
 
 def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
@@ -61,14 +66,14 @@ def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or x.dtype == dtype:
         return x.to(dtype)
-    # What a call multiplies by is the copy: it takes the parameter's gradient to the same place.
+    # The call multiplies by the copy, which sends the parameter's gradient to the same place.
     cast: Any = parameter.to(dtype)
     cast.main_grad, cast.main_grad_of = main_grad, parameter
     if x._base is None or lies_as(x, parameter):
         return cast
     if parameter.ndim > 1 and lies_as(x, parameter.mT):
         return cast.mT
-    # Other views have no place in main_grad, as a call will say.
+    # Other views have no place in main_grad: a call will raise an error.
     copy: Any = x.to(dtype)
     copy.main_grad, copy.main_grad_of = main_grad, parameter
     return copy

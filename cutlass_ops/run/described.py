@@ -1,4 +1,4 @@
-"""What ``help`` says of an op: ops are objects, so that their documentation is made of their epilogue."""
+"""The documentation of ops for ``help``: ops are objects, so their documentation is made from their epilogue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from cutlass_ops.epilogue.nodes import Kind
 def signature(names: Sequence[str]) -> inspect.Signature:
     """Return the signature of an op with these inputs."""
     positional = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("a", "b", *names)]
-    keyword = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("out", "out_dtype", "math")]
+    keyword = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for n in ("groups", "out", "out_dtype", "math")
+    ]
     return inspect.Signature([*positional, *keyword])
 
 
@@ -37,6 +40,7 @@ def docstring(epilogue: Epilogue) -> str:
         f"{epilogue.doc}\n\nParameters\n----------\n"
         "a : (..., M, K), FP16 or BF16, either major; other dtypes as for :func:`cutlass_ops.gemm`\n"
         f"b : (K, N), the same dtype, either major; or (..., K, N), a GEMM for each batch\n{inputs}"
+        "groups : Groups, optional\n    Where groups of rows end, as for :func:`cutlass_ops.gemm`.\n"
         "out : Tensor or mapping, optional\n    Where to write the outputs.\n"
         "out_dtype : torch.dtype, optional\n    D's dtype. Default: that of a, or BF16 for FP8 and INT8.\n"
         "math : str, optional\n    How FP32 or FP8 operands are multiplied, as for :func:`cutlass_ops.gemm`.\n\n"
@@ -45,5 +49,6 @@ def docstring(epilogue: Epilogue) -> str:
         "    If an argument does not fit. The message names it and says what to do.\n"
         "UnsupportedError\n    If no kernel supports the device.\n"
         "MissingKernelError, CompileError, ToolchainError, StoreError, LoadError\n"
-        "    If the kernel cannot be compiled, stored or loaded.\n"
+        "    If the call waits for its kernel, and that cannot be compiled, stored or loaded. Otherwise, PyTorch\n"
+        "    serves.\n"
     )

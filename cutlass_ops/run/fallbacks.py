@@ -4,125 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.form import DENSE
-from cutlass_ops.run.call import Call
-from cutlass_ops.run.peers import Peer, peers
+from cutlass_ops.compilation.background import Wanted
+from cutlass_ops.operand.call import Call
+from cutlass_ops.run import supply
+from cutlass_ops.run.composition import Composition
 from cutlass_ops.run.plan import AnyPlan, Given
 
-_ANY = 1 << 20  # an alignment above every kernel's
+_Layout: TypeAlias = tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class PeerPlan:
-    """Calls of one shape served by PyTorch, which was faster there and which the user allowed.
+class Fallback(AnyPlan):
+    """Calls of one shape that PyTorch or other ops serve."""
 
-    Attributes
-    ----------
-    name : str
-        The peer's name in :func:`cutlass_ops.run.peers.peers`.
-    peer : callable
-        The peer.
-    inputs : tuple
-        Shape, dtype and device of each tensor among the epilogue's inputs; None for a number.
-    shape : tuple of int
-        D's shape for the caller.
-    """
+    # Takes a warm call's arguments in a known layout, and returns its outputs; None if they need checking.
+    compute: Callable[[Tensor, Tensor, tuple[Any, ...], Given], tuple[Tensor, ...] | None]
+    # Layout of a, b and each input, which decides whether a kernel takes it: other arguments in it need no check.
+    layouts: tuple[_Layout, ...]
+    copies: int = 0
+    by_pytorch: int = 0  # other ops count for themselves
 
-    name: str
-    peer: Peer
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]
-    shape: tuple[int, ...]
-
-    def run(
+    def run(  # noqa: D102
         self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
     ) -> tuple[Tensor, ...] | None:
-        """Compute a warm call; None if its inputs differ from the plan's.
-
-        They are compared because PyTorch would broadcast shapes that a kernel refuses.
-        """
-        if tuple(map(_described, inputs)) != self.inputs or b.device != a.device:
+        if tuple(map(_laid_out, (a, b, *inputs))) != self.layouts:
             return None
-        out = None if given is None else given[0]
-        if out is not None and (out.shape != self.shape or out.device != a.device):
-            return None
-        d = self._compute(a, b, inputs)
-        return (d,) if out is None else (out.copy_(d),)
+        return self.compute(a, b, inputs, given)
 
     @property
-    def alignment(self) -> int:
-        """What a kernel would ask of matrices: it comes first, since PyTorch was faster."""
-        return _ANY
-
-    @property
-    def copies(self) -> int:
-        """How many matrices a kernel copies: there is no kernel."""
-        return 0
-
-    def same_as(self, other: AnyPlan) -> bool:
-        """Whether another plan for the same shape would serve the same calls."""
-        return isinstance(other, PeerPlan) and other.inputs == self.inputs
-
-    def launch_call(self, call: Call) -> None:
-        """Compute a checked call."""
-        inputs = list(call.arguments.inputs.values())
-        call.outputs[0].copy_(self._compute(call.arguments.a, call.arguments.b, inputs))
-
-    def _compute(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
-        # Autocast would change the operands' dtypes, unlike for a kernel.
-        with torch.autocast(a.device.type, enabled=False):
-            return self.peer(a, b, inputs)
+    def takes(self) -> object:  # noqa: D102
+        return self.layouts
 
 
-@dataclass(frozen=True, slots=True)
-class OpsPlan:
-    """Calls of one shape served by other ops, since no single kernel takes such operands.
+def by_pytorch(
+    call: Call, a: Tensor, b: Tensor, inputs: Sequence[Any], failed: Wanted | None = None
+) -> Fallback | None:
+    """Plan that PyTorch serves calls like a checked one with these arguments (:mod:`.composition`).
 
-    Attributes
-    ----------
-    compute : callable
-        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
-    operands : tuple
-        Layout of a, b and each input of the epilogue, which decides whether a kernel takes it.
-    out_dtype : torch.dtype
-        D's dtype.
-    names : tuple of str
-        The outputs' names.
+    `failed` is the kernel, if it cannot be had: a later call tries again. Returns None if each such call needs its own
+    checks.
+    """
+    arguments, compute = call.arguments, Composition.of(call)
+    checked = (arguments.a, arguments.b, *arguments.inputs.values())
+    if arguments.copied or len(checked) != len(inputs) + 2:
+        return None
+    views = tuple(map(_view, (a, b, *inputs), checked))
+    shapes = tuple(tuple(arguments.output_shape(o)) for o in call.graph.outputs)
+
+    def run(a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
+        if given is not None and any(x is not None for x in given):
+            return None
+        if not supply.serves_again() or (failed is not None and supply.may_be_tried(failed)):
+            return None
+        a, b, *flat = [
+            x if view is None else x.as_strided(*view, x.storage_offset())
+            for x, view in zip((a, b, *inputs), views, strict=True)
+        ]
+        return tuple(x.view(shape) for x, shape in zip(compute(a, b, flat), shapes, strict=True))
+
+    return Fallback(run, tuple(map(_laid_out, (a, b, *inputs))), by_pytorch=1)
+
+
+def by_ops(
+    compute: Callable[..., Any], operands: Sequence[Any], out_dtype: torch.dtype, names: tuple[str, ...]
+) -> Fallback:
+    """Plan that other ops serve calls like one that no kernel serves, whose a, b and inputs are `operands`.
+
+    `compute` takes a call's arguments, with `out` and `out_dtype`. `names` are those of the outputs.
     """
 
-    compute: Callable[..., Any]
-    operands: tuple[tuple[Any, ...] | None, ...]
-    out_dtype: torch.dtype
-    names: tuple[str, ...]
+    def run(a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...]:
+        found = compute(a, b, *inputs, out=None if given is None else as_out(names, given), out_dtype=out_dtype)
+        return (found,) if len(names) == 1 else tuple(found)
 
-    def run(
-        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
-    ) -> tuple[Tensor, ...] | None:
-        """Compute a warm call; None if its operands differ from the plan's, since a kernel may take them."""
-        if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
-            return None
-        out = None if given is None else as_out(self.names, given)
-        found = self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype)
-        return (found,) if len(self.names) == 1 else tuple(found)
-
-    @property
-    def alignment(self) -> int:
-        """What a kernel would ask of matrices: it comes first, since its operands are compared as a whole."""
-        return _ANY
-
-    @property
-    def copies(self) -> int:
-        """How many matrices a kernel copies: there is no kernel."""
-        return 0
-
-    def same_as(self, other: AnyPlan) -> bool:
-        """Whether another plan for the same shape would serve the same calls."""
-        return isinstance(other, OpsPlan) and other.operands == self.operands
+    return Fallback(run, tuple(map(_laid_out, operands)))
 
 
 def as_out(names: Sequence[str], given: Sequence[Tensor | None]) -> Any:
@@ -132,60 +93,14 @@ def as_out(names: Sequence[str], given: Sequence[Tensor | None]) -> Any:
     return {name: x for name, x in zip(names, given, strict=True) if x is not None} or None
 
 
-def make_ops_plan(
-    compute: Callable[..., Any], operands: Sequence[Tensor | float], out_dtype: torch.dtype, names: tuple[str, ...]
-) -> OpsPlan:
-    """Plan calls like one that no kernel serves.
-
-    Parameters
-    ----------
-    compute : callable
-        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
-    operands : sequence
-        The checked call's a, b and inputs.
-    out_dtype : torch.dtype
-        D's dtype.
-    names : tuple of str
-        The outputs' names.
-    """
-    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype, names)
+def _view(given: Any, checked: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shape and strides in which an argument is computed with; None if it is not changed."""
+    if not isinstance(given, Tensor) or given is checked:
+        return None
+    return tuple(checked.shape), tuple(checked.stride())
 
 
-def can_fall_back(call: Call, peer: str = "eager") -> bool:
-    """Whether :class:`PeerPlan` can serve a call with a peer: two dimensions, and D in A's dtype as the only output.
-
-    Peers of FP8 operands give BF16, and PyTorch would convert that to FP8 by another rule.
-    """
-    arguments = call.arguments
-    return (
-        arguments.form == DENSE
-        and peer in peers(call.graph)
-        and len(arguments.leading) == 1
-        and len(call.outputs) == 1
-        and call.outputs[0].dtype == arguments.a.dtype
-        and call.outputs[0].dtype.itemsize > 1
-    )
-
-
-def make_peer_plan(name: str, call: Call) -> PeerPlan:
-    """Plan calls like this one with PyTorch.
-
-    Parameters
-    ----------
-    name : str
-        The peer's name in :func:`cutlass_ops.run.peers.peers`.
-    call : Call
-        The call. Its A has two dimensions, and D, of A's dtype, is its only output.
-    """
-    inputs = tuple(map(_described, call.arguments.inputs.values()))
-    return PeerPlan(name, peers(call.graph)[name], inputs, (call.problem.m, call.problem.n))
-
-
-def _described(value: Tensor | float) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
-    return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else None
-
-
-def _laid_out(value: Tensor | float) -> tuple[Any, ...] | None:
+def _laid_out(value: Any) -> _Layout:
     if not isinstance(value, Tensor):
         return None
     return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % arch.TMA_ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""What PyTorch's counter of operations, FlopCounterMode, is told about the operators."""
+"""The operations that PyTorch's counter FlopCounterMode counts for the operators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def count() -> None:
-    """Tell the counter, once it is there. Importing it would import Triton, which programs may not want."""
+    """Register the counts once the counter is imported. To import it here would import Triton as well."""
     counter: Any = sys.modules.get(_COUNTER)
     if counter is None:
         return
     operators = [torch.ops.cutlass_ops.fused_gemm, torch.ops.cutlass_ops.fused_gemm_out]
     if operators[0] not in counter.flop_registry:
         counter.register_flop_formula(operators)(of_call)
-    # A counter that counts has copied what was registered before.
+    # An active counter has already copied the registered counts.
     for mode in _get_current_dispatch_mode_stack():
         its = getattr(getattr(mode, "counter", None), "flop_registry", {})
         if operators[0] not in its:
@@ -34,8 +34,8 @@ def count() -> None:
 def of_call(op: str, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
     """Return the operations of a call's products, from A's and B's shapes: two for each multiplication.
 
-    What the epilogue computes does not count, as it does not for PyTorch's own operators. Of groups with room for more
-    rows than they have, all rows count.
+    The epilogue does not count, as with PyTorch's own operators. If groups have room for more rows than they have, all
+    rows count.
     """
     called = portable.find(op)
     k, n = b[-2:]

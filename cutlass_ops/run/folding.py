@@ -16,8 +16,9 @@ from torch.nn import Parameter
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import READ, bf16, f16
-from cutlass_ops.run import fp8, matrices, reference, watching
-from cutlass_ops.run.tensors import element_type, require_tensor
+from cutlass_ops.operand import matrices, reference, watching
+from cutlass_ops.operand.tensors import element_type, require_tensor
+from cutlass_ops.run import fp8
 
 # Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
@@ -29,7 +30,7 @@ _KNOWN: dict[_Layout, tuple[int, ...]] = {}
 _MOST_KNOWN = 4096
 _PLAIN = (Tensor, Parameter)
 
-# No program depends on whether values fit.
+# Programs do not depend on whether values fit.
 _in_no_program = watching.in_no_program(
     "cutlass_ops.prepare checks the values of a weight: call it outside of the function that torch.compile traces, and "
     "pass the prepared weight"
@@ -39,26 +40,15 @@ _in_no_program = watching.in_no_program(
 def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     """Return diag(gamma) @ w, each value rounded once to w's dtype, by one elementwise kernel.
 
-    Parameters
-    ----------
-    w : Tensor
-        (K, N), FP16 or BF16, either major. The result has the same major, and lines aligned to 16 bytes.
-    gamma : Tensor
-        (K,), FP16, BF16 or FP32.
-    name : str
-        Name of w in messages.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
+    w is (K, N), FP16 or BF16, and gamma is (K,), FP16, BF16 or FP32. The result has w's major, and lines aligned to 16
+    bytes. `name` is w's.
     """
     layout = _layout(w, gamma)
     if layout is not None and (strides := _KNOWN.get(layout)) is not None:
-        # Called for each norm of a model: the checks would take several times as long as PyTorch's own part.
+        # Called for each norm of a model: the checks would take several times as long as PyTorch's part.
         column = gamma.unsqueeze(1)
         return torch.mul(w, column, out=w.new_empty_strided(w.shape, strides)) if strides else torch.mul(w, column)
-    if watching.goes_by_operator(w=w, gamma=gamma):
+    if watching.goes_by_operator(**{name: w, "gamma": gamma}):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
     if watching.is_differentiated(w, gamma):
         return fold_recorded(w, gamma, name)
@@ -71,16 +61,18 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
 
 
 def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
-    """Return what decides whether arguments fit; None for those that more decides about, or while PyTorch traces."""
+    """Return what decides whether arguments fit; None if more than that decides, or while PyTorch traces."""
     if torch.compiler.is_dynamo_compiling() or type(w) not in _PLAIN or type(gamma) not in _PLAIN:
         return None
     if (w.requires_grad or gamma.requires_grad) and watching.is_differentiated(w, gamma):
         return None
     if watching.is_watched() or forward_ad._current_level >= 0:
         return None
+    if w.layout is not torch.strided or gamma.layout is not torch.strided:
+        return None
     try:
         return w.shape, w.stride(), w.dtype, w.device, gamma.shape, gamma.stride(), gamma.dtype, gamma.device
-    except RuntimeError:  # nested or sparse
+    except RuntimeError:  # nested
         return None
 
 
@@ -94,12 +86,12 @@ def _lies_as_product(folded: Tensor, w: Tensor, gamma: Tensor) -> bool:
 def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Check the arguments of :func:`fold`, and compute its result."""
     _check(name, w, "gamma", gamma)
-    matrices.matrix(name, w, element_type(name, w))
+    matrices.Matrix(name, w, element_type(name, w)).layout()
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
 def fold_recorded(w: Tensor, gamma: Tensor, name: str) -> Tensor:
-    """Do as :func:`fold_checked`, by operations that autograd knows."""
+    """Compute :func:`fold_checked` by operations that autograd records."""
     _check(name, w, "gamma", gamma)
     return (w * gamma[:, None]).to(w.dtype)
 
@@ -162,13 +154,7 @@ def _along_k(w: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_in_no_program
 def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
-    """Check that the dtype can hold a folded weight. Waits for the device.
-
-    Raises
-    ------
-    ValueError
-        If values overflow, or a column loses more than one rounding because its values are denormal.
-    """
+    """Check that the dtype can hold a folded weight. Waits for the device."""
     if not watching.has_values(w):
         return
     limits = torch.finfo(w.dtype)
@@ -194,43 +180,34 @@ def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
         )
 
 
-def column_sums(matrix: Tensor) -> Tensor:
-    """Return the sum of each column, (N,), added in FP64 and rounded to FP32.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `matrix` is not a tensor of two dimensions.
-    """
-    if watching.goes_by_operator(w=matrix):
+def column_sums(matrix: Tensor, name: str = "w") -> Tensor:
+    """Return the sum of each column of a matrix, (N,), added in FP64 and rounded to FP32."""
+    if not isinstance(matrix, Tensor):
+        require_tensor(name, matrix)
+    if watching.goes_by_operator(**{name: matrix}):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
-    return column_sums_checked(matrix)
+    return column_sums_checked(matrix, name)
 
 
-def column_sums_checked(matrix: Tensor) -> Tensor:
+def column_sums_checked(matrix: Tensor, name: str = "w") -> Tensor:
     """Check the argument of :func:`column_sums`, and compute its result."""
-    require_tensor("w", matrix)
+    require_tensor(name, matrix)
+    element_type(name, matrix)
     if matrix.ndim != 2:
-        raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}: it must be (K, N)")
     return matrix.sum(0, dtype=torch.float64).float()
 
 
-def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
-    """Return row @ w, (N,), for a row (K,), computed in FP64 and rounded to FP32.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit.
-    """
-    if watching.goes_by_operator(row=row, w=w):
+def row_times(name: str, row: Tensor, w: Tensor, name_w: str = "w") -> Tensor:
+    """Return row @ w, (N,), for a row (K,), computed in FP64 and rounded to FP32."""
+    if watching.goes_by_operator(**{name: row, name_w: w}):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
-    return row_times_checked(name, row, w)
+    return row_times_checked(name, row, w, name_w)
 
 
-def row_times_checked(name: str, row: Tensor, w: Tensor) -> Tensor:
+def row_times_checked(name: str, row: Tensor, w: Tensor, name_w: str = "w") -> Tensor:
     """Check the arguments of :func:`row_times`, and compute its result."""
-    _check("w", w, name, row)
+    _check(name_w, w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
 
@@ -271,7 +248,7 @@ def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) 
 
 # ---- What the operators of run/operators.py return, without data ----------------------------------------------------
 #
-# Wrong shapes pass here, and are refused where the program runs: a compiler would wrap the error in one of its own.
+# Wrong shapes pass here, and are refused when the program runs: a compiler would wrap the error in its own.
 
 
 def a_value_a_column(w: Tensor) -> Tensor:

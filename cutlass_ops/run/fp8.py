@@ -1,78 +1,46 @@
-"""Scales of what is quantised to FP8: computed from greatest absolute values, and kept from call to call.
+"""Scales for quantisation to FP8: computed from greatest absolute values, and kept from call to call.
 
-All of it stays on the device. Nothing waits for a value, so a captured graph may hold any of it.
+All of it stays on the device. Nothing waits for a value, so a CUDA graph may capture any of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8
-from cutlass_ops.base.whole import plain
-from cutlass_ops.run import reference, watching
-from cutlass_ops.run.results import operand_strides
-from cutlass_ops.run.tensors import require_same_device
+from cutlass_ops.base.frozen import plain
+from cutlass_ops.operand import reference, watching
+from cutlass_ops.operand.results import operand_strides
+from cutlass_ops.operand.tensors import require_same_device
+from cutlass_ops.run.values import Scaled
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, t.torch_name) for t in FP8)
 # Names of torch.nn.functional.ScalingType.
 RECIPES = ("TensorWise", "RowWise")
 Scaling = Literal["delayed", "current", "static"]
 Algorithm = Literal["max", "most_recent"]
-# Its reciprocal is a finite FP32 number, and it is no denormal one, which some instructions take for 0.
+# Its reciprocal is a finite FP32 number, and not a denormal one, which some instructions read as 0.
 _LEAST = torch.finfo(torch.float32).tiny
 _MOST_MARGIN = 64
 
 
-class Quantized(NamedTuple):
-    """A tensor in FP8 and the factor that it was divided by.
-
-    Attributes
-    ----------
-    data : Tensor
-        In FP8, of the tensor's shape, with lines padded to 16 bytes.
-    scale : Tensor
-        FP32: without dimensions, or one for each row.
-    """
-
-    data: Tensor
-    scale: Tensor
-
-
 def require_dtype(name: str, dtype: object) -> None:
-    """Require a type of FP8.
-
-    Raises
-    ------
-    TypeError
-        If it is none.
-    """
+    """Raise TypeError if a dtype is not an FP8 type."""
     if dtype not in DTYPES:
         raise TypeError(f"{name} is {dtype}: use {' or '.join(map(str, DTYPES))}")
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: float = 0.0) -> Tensor:
-    """Return the scale with which the greatest absolute value becomes the largest of a type.
+    """Return the FP32 scale that maps the greatest absolute value to an FP8 type's largest.
 
-    Parameters
-    ----------
-    amax : Tensor
-        Greatest absolute values, any shape and float dtype.
-    dtype : torch.dtype
-        A type of FP8.
-    margin : float
-        Powers of two of room above `amax`.
-
-    Returns
-    -------
-    Tensor
-        FP32, of the same shape: amax / largest * 2**margin. It is 1 where amax is 0, infinite or NaN. Elsewhere neither
-        it nor its reciprocal is infinite or denormal.
+    It is amax / largest * 2**margin, with amax's shape: 1 if amax is 0, infinite or NaN. Otherwise neither it nor its
+    reciprocal is infinite or denormal. `margin` is powers of two of room above `amax`.
     """
     amax = amax.float()
     scale = (amax * (2.0**margin / torch.finfo(dtype).max)).clamp(_LEAST, 1 / _LEAST)
@@ -126,8 +94,8 @@ class Fp8State(torch.nn.Module):
     ----------
     scale : Tensor
         The factor of the quantised tensor: FP32, without dimensions, 1 at first. Kernels read it on the device: pass it
-        as `scale_out` to the call that quantises, and as `scale_a` to the call that reads the result. :meth:`step`
-        changes it in place.
+        as `scale_out` to the call that quantises, and in a :class:`cutlass_ops.Scaled` to the call that reads the
+        result. :meth:`step` changes it in place.
     history : Tensor
         (history,), FP32: largest absolute values of the passes, the current pass first.
 
@@ -141,7 +109,7 @@ class Fp8State(torch.nn.Module):
     >>> @co.epilogue
     ... def quantised(acc, scale: co.Scalar):
     ...     return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
-    >>> state = co.Fp8State(margin=1)
+    >>> state = co.nn.Fp8State(margin=1)
     >>> x, w = torch.tensor([[14.0, -896.0]]).bfloat16(), torch.eye(2).bfloat16()
     >>> for step in range(2):
     ...     d, amax = co.gemm(x, w, epilogue=quantised, scale=state.scale, out_dtype=torch.float8_e4m3fn)
@@ -153,8 +121,8 @@ class Fp8State(torch.nn.Module):
 
     Current scaling, with a scale for each row:
 
-    >>> data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
-    >>> scale.tolist(), (data.float() * scale[:, None]).tolist()
+    >>> values, scale = co.nn.Fp8State("RowWise", scaling="current").quantize(x)
+    >>> scale.tolist(), (values.float() * scale[:, None]).tolist()
     ([2.0], [[14.0, -896.0]])
     """
 
@@ -190,7 +158,7 @@ class Fp8State(torch.nn.Module):
         self.recipe, self.dtype, self.margin, self.algorithm = name, dtype, float(margin), algorithm
         self.scaling = scaling
         if name == "TensorWise":
-            # Both change in place, which those of inference mode do in inference mode alone.
+            # Both change in place, which inference tensors do only in inference mode.
             with torch.inference_mode(False):
                 self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
                 self.register_buffer("history", torch.zeros(history, dtype=torch.float32, device=device))
@@ -233,7 +201,7 @@ class Fp8State(torch.nn.Module):
 
         Examples
         --------
-        >>> state = co.Fp8State()
+        >>> state = co.nn.Fp8State()
         >>> state.record(torch.tensor([3.0, 448.0]))
         >>> state.history[0].item(), state.scale.item()
         (448.0, 1.0)
@@ -259,7 +227,7 @@ class Fp8State(torch.nn.Module):
 
         Examples
         --------
-        >>> state = co.Fp8State(history=2)
+        >>> state = co.nn.Fp8State(history=2)
         >>> for amax in (448.0, 224.0, 224.0):
         ...     state.record(torch.tensor(amax))
         ...     state.step()
@@ -277,7 +245,7 @@ class Fp8State(torch.nn.Module):
         self.history.copy_(self.history.roll(1))
         self.history[0].zero_()
 
-    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
+    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Scaled:
         """Quantise a tensor that no GEMM's epilogue can quantise, such as attention's output.
 
         Parameters
@@ -290,9 +258,9 @@ class Fp8State(torch.nn.Module):
 
         Returns
         -------
-        tuple of Tensor
-            ``data`` (..., K) in FP8, and ``scale``: without dimensions, or (...) with ``"RowWise"``. With delayed and
-            static scaling, ``scale`` is the state's own tensor, which the next :meth:`step` changes.
+        Scaled
+            Values (..., K) in FP8, and a scale without dimensions, or (...) with ``"RowWise"``. With delayed and static
+            scaling, the scale is the state's own tensor, which the next :meth:`step` changes.
 
         Raises
         ------
@@ -304,7 +272,7 @@ class Fp8State(torch.nn.Module):
         Examples
         --------
         >>> x = torch.tensor([[1.0, -448.0], [2.0, 896.0]])
-        >>> co.Fp8State(scaling="current").quantize(x).scale.item()
+        >>> co.nn.Fp8State(scaling="current").quantize(x).scale.item()
         2.0
         """
         _require_floats("x", x)
@@ -318,7 +286,7 @@ class Fp8State(torch.nn.Module):
         with torch.no_grad():
             return self._of_rows(x, amax) if self.recipe == "RowWise" else self._of_tensor(x, amax)
 
-    def _of_rows(self, x: Tensor, amax: Tensor | None) -> Quantized:
+    def _of_rows(self, x: Tensor, amax: Tensor | None) -> Scaled:
         if not x.ndim:
             raise ValueError("x has no dimensions, and so no rows: use the recipe 'TensorWise'")
         rows = tuple(x.shape[:-1])
@@ -329,19 +297,19 @@ class Fp8State(torch.nn.Module):
             )
         greatest = _greatest(x, -1) if amax is None else amax.reshape(rows).abs()
         scale = scale_of(greatest, self.dtype, self.margin)
-        return Quantized(divided(x, scale.unsqueeze(-1), self.dtype), scale)
+        return Scaled(divided(x, scale.unsqueeze(-1), self.dtype), scale)
 
-    def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantized:
+    def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Scaled:
         name = "x" if amax is None else "amax"
         if amax is None and self.scaling != "static":
             amax = _greatest(x)
         if amax is not None and self.scaling == "current":
             scale = scale_of(_greatest(amax), self.dtype, self.margin)
-            return Quantized(divided(x, scale, self.dtype), scale)
+            return Scaled(divided(x, scale, self.dtype), scale)
         require_same_device("x", x, self.scale, "the state")
         if amax is not None:
             self._require_to_change(name, amax)
-        found = Quantized(divided(x, self.scale, self.dtype), self.scale)
+        found = Scaled(divided(x, self.scale, self.dtype), self.scale)
         if amax is not None:
             self.record(amax)
         return found
@@ -361,7 +329,7 @@ class Fp8State(torch.nn.Module):
     def _require_to_change(self, name: str = "", value: Tensor | None = None) -> None:
         """Require that scale and history may change in place, also by a value of that name."""
         if torch.compiler.is_compiling():
-            return  # neither question can be compiled, and PyTorch refuses what it cannot do
+            return  # neither check can be compiled, and PyTorch refuses what it cannot do
         if self.history.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
                 "the state's scale and history come from torch.inference_mode(), and PyTorch changes them in that mode "
@@ -374,14 +342,39 @@ class Fp8State(torch.nn.Module):
                 "has a scale for each"
             )
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the scale to 1 and forget the history, as in a new state.
+
+        A state that leaves the meta device, as by ``to_empty``, does so by itself.
+
+        Examples
+        --------
+        >>> state = co.nn.Fp8State(device="meta").to_empty(device="cpu")
+        >>> state.scale.item(), state.history.sum().item()
+        (1.0, 0.0)
+        """
+        if self.recipe == "TensorWise":
+            self._require_to_change()
+            self.scale.fill_(1.0)
+            self.history.zero_()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else buffer.float()  # as load_state_dict(assign=True) may not
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8State:
         def moved(x: Tensor) -> Tensor:
             with torch.inference_mode(False):
                 found = fn(x)
-            # A scale in 16 bits would be another one.
+            # A scale in 16 bits would have another value.
             return found if found.dtype == x.dtype else x.to(found.device)
 
+        on_meta = {name for name, x in self._buffers.items() if x is not None and x.is_meta}
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        if any(not self.get_buffer(name).is_meta for name in on_meta):
+            self.reset_parameters()  # to_empty leaves memory uninitialised
         return self
 
 

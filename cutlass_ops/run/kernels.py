@@ -1,4 +1,4 @@
-"""Exact kernels: one declaration, built, loaded and called as it is."""
+"""Exact kernels: one declaration, built, loaded and called exactly as declared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.base.mma import math_of
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import groups, portable, traced
-from cutlass_ops.run.call import Call, check_call
+from cutlass_ops.operand import groups
+from cutlass_ops.operand.call import Call, check_call
+from cutlass_ops.run import portable, traced
 from cutlass_ops.run.plan import make_plan
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.warm import Warm
@@ -64,7 +65,7 @@ class Kernel(Warm):
             A (T, K) or (E, M, K) and B (E, K, N); of the form ragged_k, A (M, T) and B (T, N).
         *inputs, **named
             The epilogue's inputs, by position or by name. Of the forms grouped and ragged_k, offsets come before them;
-            with A (E, M, K), these are how many rows each group has, as for :func:`grouped_gemm_masked`.
+            with A (E, M, K), these are how many rows each group has, as in :class:`cutlass_ops.Groups`.
         out : Tensor or mapping of str to Tensor, optional
             Where to write the outputs.
 

@@ -1,8 +1,8 @@
 """Prepared launches: calls that are checked and chosen once, for callers who repeat them.
 
-An ordinary warm call looks its shapes up, hands every tensor to the kernel, which checks it, and encodes descriptors.
-A prepared launch has done all of this. It asks only what would make its answer wrong: whether its tensors' memory is
-where it was, and whether PyTorch traces.
+An ordinary warm call looks its shapes up, and encodes descriptors. It passes every tensor to the kernel, which checks
+it. A prepared launch has done all of this. It checks only what could make its results wrong: whether its tensors'
+memory has moved, and whether PyTorch traces.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils import _pytree
 
 from cutlass_ops.base import env
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.run import call as calls
-from cutlass_ops.run import watching
-from cutlass_ops.run.call import Call
+from cutlass_ops.operand import call as calls
+from cutlass_ops.operand import watching
+from cutlass_ops.operand.call import Call
+from cutlass_ops.operand.results import Outputs
+from cutlass_ops.operand.scalars import require_fp32
+from cutlass_ops.operand.tensors import refuse_differentiated, require_memory, require_tensor
 from cutlass_ops.run.plan import Plan, in_range
-from cutlass_ops.run.results import Outputs
-from cutlass_ops.run.scalars import require_fp32
-from cutlass_ops.run.tensors import refuse_differentiated, require_memory, require_tensor
+from cutlass_ops.run.values import Scaled
 
 if TYPE_CHECKING:
     from cutlass_ops.run.warm import Warm
@@ -36,9 +38,9 @@ _dispatch_modes, _jit_tracer = torch._C._len_torch_dispatch_stack, torch._C._get
 
 _PLAIN = (Tensor, Parameter)
 
-# What to do about an argument that a prepared launch would not read where it lies.
+# What to do about an argument that a prepared launch would not read in place.
 COPY = "pass a contiguous tensor of the full shape and of a dtype that kernels read"
-FOLD = "prepare the weight once, with cutlass_ops.prepare or cutlass_ops.prepare_layernorm, and pass the result"
+FOLD = "prepare the weight once, with cutlass_ops.prepare, and pass the result"
 
 
 # A launch reads these: slots take less than half the time of other attributes.
@@ -57,10 +59,11 @@ class Launch:
     preparation, and so does a Scalar or an Integer in a CPU tensor. To change such a value, pass a GPU tensor, which
     the kernel reads at each launch.
 
-    Called with arguments, by position (a, b, inputs) or by name, it uses these for this launch. Arguments and outputs
-    that are left out stay as prepared: ``launch(a=x, out=d)`` changes only a and D. A tensor must have the shape of the
-    one that it replaces. The kernel checks every argument: dtype, shape, device, major, alignment, overlaps. That takes
-    about as long as an ordinary call.
+    Called with arguments, by position (a, b, inputs) or by name, it uses these for this launch. Parts of operand
+    values are arguments of their own: offsets or counts come after b, then ``scale_a`` and ``scale_b``, then inputs.
+    Arguments and outputs that are left out stay as prepared: ``launch(a=x, out=d)`` changes only a and D. A tensor must
+    have the shape of the one that it replaces. The kernel checks every argument: dtype, shape, device, major,
+    alignment, overlaps. That takes about as long as an ordinary call.
 
     The kernel runs on the stream that is current at the call, and a CUDA graph may capture it. All launches without
     arguments write the same outputs and use the same scratch memory, so two of them must not run at the same time on
@@ -116,6 +119,8 @@ class Launch:
             for x in self._tensors:
                 if x.requires_grad:  # perhaps since the preparation
                     self._ordinary.refuse_differentiated()
+        if forward_ad._current_level >= 0:
+            self._ordinary.refuse_tangents(arguments, named)
         if arguments or named or out is not None:
             return self._ordinary.run_with(arguments, named, out)
         for where, before in self._memory:
@@ -131,32 +136,20 @@ class Launch:
         raise TypeError("a prepared launch cannot be copied or pickled: prepare one where it is used")
 
 
+# A launch takes tensors alone.
+_OF_GROUPS = " (pass its tensor by the name above)"
+
+
 @dataclass(frozen=True, slots=True)
 class _Ordinary:
-    """The same call as an ordinary one, of a plan that is known.
-
-    Attributes
-    ----------
-    op : Warm
-        The op or kernel.
-    plan : Plan or None
-        How to serve the call; None if PyTorch does.
-    names : tuple of str
-        The names of a, b and the inputs.
-    arguments : tuple
-        Their values, as the caller gave them.
-    shapes : tuple of torch.Size or None
-        Their shapes; None for a number.
-    outputs : tuple of Tensor
-        The outputs, D first.
-    """
+    """The same call as an ordinary one, with a known plan."""
 
     op: Warm
-    plan: Plan | None
-    names: tuple[str, ...]
-    arguments: tuple[Any, ...]
-    shapes: tuple[torch.Size | None, ...]
-    outputs: tuple[Tensor, ...]
+    plan: Plan | None  # None if PyTorch serves
+    names: tuple[str, ...]  # of a, b and the inputs
+    arguments: tuple[Any, ...]  # the values of `names`, as the caller gave them
+    shapes: tuple[torch.Size | None, ...]  # the shapes of `arguments`; None for a number
+    outputs: tuple[Tensor, ...]  # D first
 
     def run_with(self, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
         """Run it with some arguments instead of those of the preparation."""
@@ -185,7 +178,11 @@ class _Ordinary:
         return self._run(arguments, outputs)
 
     def run(self) -> Any:
-        """Run it with the tensors of the preparation, wherever they are now."""
+        """Run it with the tensors of the preparation, at their current addresses."""
+        names = (*self.names, *map(_output, self.op.outputs))
+        for name, x in zip(names, (*self.arguments, *self.outputs), strict=True):
+            if isinstance(x, Tensor):
+                require_plain(name, x)
         return self._run(self.arguments, self.outputs)
 
     def refuse_differentiated(self) -> None:
@@ -193,6 +190,12 @@ class _Ordinary:
         names = (*self.names, *map(_output, self.op.outputs))
         for name, x in zip(names, (*self.arguments, *self.outputs), strict=True):
             refuse_differentiated(name, x)
+
+    def refuse_tangents(self, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Refuse tensors with a tangent, among those of the preparation and those that replace them."""
+        for name, x in (*zip(self.names, (*given, *self.arguments[len(given) :]), strict=False), *named.items()):
+            if isinstance(x, Tensor):
+                watching.refuse_tangent(name, x)
 
     def _run(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> Any:
         op = self.op
@@ -204,7 +207,7 @@ class _Ordinary:
                     require_fp32(name, x)
         results = None if self.plan is None else self.plan.run(a, b, numbers, outputs)
         if results is None:
-            # PyTorch computes, or the kernel has refused something: the checks, or the kernel again, say what.
+            # PyTorch computes, or the kernel has refused something: the checks, or the kernel, then raise the error.
             if self.plan is None:
                 self._require_dtypes(arguments, outputs)
             named = dict(zip(op.outputs, outputs, strict=True))
@@ -213,7 +216,7 @@ class _Ordinary:
         return outputs[0] if len(outputs) == 1 else Outputs(op.outputs, outputs)
 
     def _require_dtypes(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> None:
-        """Refuse a tensor of another dtype than the prepared one. A kernel does so itself, and PyTorch would not."""
+        """Refuse a tensor whose dtype is not the prepared one. A kernel does so itself, but PyTorch would not."""
         names = (*self.names, *map(_output, self.op.outputs))
         before = (*self.arguments, *self.outputs)
         for name, x, prepared in zip(names, (*arguments, *outputs), before, strict=True):
@@ -227,22 +230,27 @@ class _Ordinary:
         names = self.names
         wrong = [f"{len(given)} are given"] if len(given) > len(names) else []
         wrong += [f"{name} is given twice" for name in named if name in names[: len(given)]]
-        wrong += [f"{name} is unknown" for name in named if name not in names]
-        raise TypeError(f"a launch of {self.op.name} takes ({', '.join(names)}): {', '.join(wrong)}{self.op.whose}")
+        wrong += [f"{name} is unknown{_OF_GROUPS if name == 'groups' else ''}" for name in named if name not in names]
+        raise TypeError(f"a launch of {self.op.name} takes ({', '.join(names)}): {', '.join(wrong)}")
 
     def _check(self, name: str, value: Any, shape: torch.Size | None, called: Callable[[str], str] = str) -> None:
         # Written out: a call for each question would cost as much as the launch.
-        if type(value) in _PLAIN and value.shape == shape and not value.requires_grad and not value.is_neg():
-            return
+        try:
+            if type(value) in _PLAIN and value.shape == shape and not value.requires_grad and not value.is_neg():
+                return
+        except RuntimeError:  # nested tensors have no shape
+            pass
         name = called(name)
         if shape is None and not isinstance(value, Tensor):
             return  # a number
+        if isinstance(value, Scaled):
+            raise TypeError(f"{name} must be a tensor: pass the values as {name}, and their scale as scale_{name}")
         require_tensor(name, value)
-        _require_plain(name, value)
+        require_plain(name, value)
         if shape is not None and value.shape != shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, and the launch of {self.op.name} was prepared for "
-                f"{tuple(shape)}: prepare another one, or call the op{self.op.whose}"
+                f"{tuple(shape)}: prepare another one, or call the op"
             )
 
 
@@ -250,63 +258,48 @@ class _Ordinary:
 
 
 def require_untraced(name: str) -> None:
-    """Require that nothing would miss a launch of the op of this name.
-
-    Raises
-    ------
-    NotImplementedError
-        If PyTorch traces, or a mode or a transform is active.
-    """
+    """Raise NotImplementedError if PyTorch traces, or a mode or transform is active: it would miss the launch."""
     if _is_traced() or watching.is_watched():
         _refuse_tracing(name)
+
+
+def require_preparable(name: str) -> None:
+    """Require that a launch of this name can be prepared now.
+
+    Raises NotImplementedError if PyTorch is tracing, a mode is active, or a CUDA graph captures the stream.
+    """
+    require_untraced(name)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"the stream is being captured into a CUDA graph: prepare the launch of {name} before, launch it here"
+        )
 
 
 def check(op: Warm, a: Any, b: Any, inputs: tuple[Any, ...], out: Any) -> None:
     """Require that a call's arguments are the memory that a launch reads and writes.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If one is differentiated, or has no memory of its own. The message names it.
-    NotImplementedError
-        If PyTorch is tracing, a mode is active, or the stream is being captured into a CUDA graph.
+    Raises TypeError or ValueError if one is differentiated, or has no memory of its own; NotImplementedError as
+    :func:`require_preparable`.
     """
-    require_untraced(op.name)
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"the stream is being captured into a CUDA graph: prepare the launch of {op.name} before, launch it here"
-        )
+    require_preparable(op.name)
     given = out.items() if isinstance(out, Mapping) else (("d", out),)
     named = (("a", a), ("b", b), *zip(op.names, inputs, strict=True), *((_output(name), x) for name, x in given))
     for name, x in named:
         if isinstance(x, Tensor):
-            _require_plain(name, x)
+            require_plain(name, x)
             if x.device.type == "meta":
                 raise TypeError(f"{name} is on the device meta, and has no memory: pass a tensor on a GPU or the CPU")
 
 
 def require_given(op: Warm, tensors: Iterable[tuple[str, Any]], given: Any, advice: str) -> None:
-    """Require that all tensors lie where an argument does: a copy would not follow what the caller writes later.
+    """Require that kernels would read the caller's memory: a copy would not follow what the caller writes later.
 
-    Parameters
-    ----------
-    op : Warm
-        The op.
-    tensors : iterable of (str, value)
-        What a kernel would read, by name.
-    given
-        The caller's arguments, in any structure.
-    advice : str
-        What to do instead, for users.
-
-    Raises
-    ------
-    ValueError
-        If one does not. The message names it.
+    `tensors` are what a kernel would read, by name. `given` has the caller's arguments, in any structure. Raises
+    ValueError that names a tensor, with `advice` on what to do instead.
     """
-    known = {x.data_ptr() for x in _pytree.tree_leaves(given) if type(x) in _PLAIN}
+    known = {x.data_ptr() for x in _pytree.tree_leaves(given) if isinstance(x, Tensor) and watching.is_memory(x)}
     for name, x in tensors:
-        if type(x) in _PLAIN and x.data_ptr() not in known:
+        if isinstance(x, Tensor) and watching.is_memory(x) and x.data_ptr() not in known:
             raise ValueError(
                 f"{op.name} computes what it passes as {name} from its arguments at each call, and a prepared launch "
                 f"is the kernel alone: {advice}"
@@ -314,19 +307,7 @@ def require_given(op: Warm, tensors: Iterable[tuple[str, Any]], given: Any, advi
 
 
 def make(op: Warm, plan: Plan | None, call: Call, arguments: tuple[Any, ...]) -> Launch:
-    """Return the launch of a checked call.
-
-    Parameters
-    ----------
-    op : Warm
-        The op or kernel.
-    plan : Plan or None
-        How to serve the call; None if PyTorch does.
-    call : Call
-        The call.
-    arguments : tuple
-        Its a, b and inputs, as the caller gave them.
-    """
+    """Return the launch of a checked call. `plan` is None if PyTorch serves it; `arguments` are the caller's."""
     outputs = tuple(call.results())
     tensors = tuple(x for x in (*arguments, *outputs) if isinstance(x, Tensor))
     shapes = tuple(x.shape if isinstance(x, Tensor) and x.ndim else None for x in arguments)
@@ -351,8 +332,8 @@ def _output(name: str) -> str:
     return "out" if name == "d" else f"out[{name!r}]"
 
 
-def _require_plain(name: str, value: Tensor) -> None:
-    """Require a tensor whose memory has its values."""
+def require_plain(name: str, value: Any) -> None:
+    """Require a tensor that has its values in memory and is not differentiated. Raises TypeError or ValueError."""
     if type(value) not in _PLAIN:
         require_memory(name, value)
     if value.requires_grad:

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import gemm
 from cutlass_ops.run.ops import PLAIN, Op, graph_op
 
-gemm_bias = Op("gemm_bias", builtin.bias)
-gemm_bias_relu = Op("gemm_bias_relu", builtin.bias_relu)
-gemm_bias_gelu = Op("gemm_bias_gelu", builtin.bias_gelu)
-gemm_bias_silu = Op("gemm_bias_silu", builtin.bias_silu)
-gemm_residual = Op("gemm_residual", builtin.residual)
-gemm_bias_residual = Op("gemm_bias_residual", builtin.bias_residual)
-gemm_bias_relu_residual = Op("gemm_bias_relu_residual", builtin.bias_relu_residual)
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from cutlass_ops.base.mma import Math
+    from cutlass_ops.run.values import Groups, PreparedWeight, Scaled
+
+
+class Named(Op):
+    """A named op, which takes operand values and groups as :func:`cutlass_ops.gemm` does."""
+
+    if TYPE_CHECKING:
+
+        def __call__(  # noqa: D102
+            self,
+            a: Tensor | Scaled,
+            b: Tensor | Scaled | PreparedWeight,
+            *inputs: Tensor,
+            groups: Groups | None = None,
+            out: Any = None,
+            out_dtype: torch.dtype | None = None,
+            math: Math | None = None,
+            **named: Tensor,
+        ) -> Tensor: ...
+
+    def flattened(self, a: Any, b: Any, groups: Any) -> tuple[Op, tuple[Any, ...]]:  # noqa: D102
+        return gemm.flattened(self.epilogue, self.name, a, b, groups)
+
+
+gemm_bias = Named("gemm_bias", builtin.bias)
+gemm_bias_relu = Named("gemm_bias_relu", builtin.bias_relu)
+gemm_bias_gelu = Named("gemm_bias_gelu", builtin.bias_gelu)
+gemm_bias_silu = Named("gemm_bias_silu", builtin.bias_silu)
+gemm_residual = Named("gemm_residual", builtin.residual)
+gemm_bias_residual = Named("gemm_bias_residual", builtin.bias_residual)
+gemm_bias_relu_residual = Named("gemm_bias_relu_residual", builtin.bias_relu_residual)
 
 NAMED: tuple[Op, ...] = (
     PLAIN,
@@ -51,5 +81,5 @@ for _named in NAMED:
 def op_again(name: str, plain: Any) -> Op:
     """Return the op that a program names, by :func:`cutlass_ops.run.portable.find`: the named one, if it is that."""
     graph = Graph.from_program(plain)
-    named = (op for op in NAMED if op.name == name and op.graph == graph)
-    return next(named, None) or graph_op(name, graph)
+    known = (op for op in NAMED if op.name == name and op.graph == graph)
+    return next(known, None) or graph_op(name, graph)

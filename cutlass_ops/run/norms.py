@@ -15,24 +15,19 @@ from torch import Tensor
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.epilogue import Epilogue, Graph, composed
-from cutlass_ops.run import casting, fp8, scalars, scaled, traced, weights
+from cutlass_ops.operand import scalars
+from cutlass_ops.operand.results import QuantizedResidualRms, ResidualRms, RowStatistic, usual_dtype
+from cutlass_ops.operand.tensors import element_type, refuse_shapeless, require_tensor
+from cutlass_ops.run import casting, fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
-from cutlass_ops.run.results import (
-    PreparedLayerNormWeight,
-    PreparedWeight,
-    QuantizedResidualRms,
-    ResidualRms,
-    RowStatistic,
-    usual_dtype,
-)
-from cutlass_ops.run.tensors import require_tensor
+from cutlass_ops.run.values import PreparedWeight, Scaled, parts
 
 # Whether a result has one scale, or one for each row.
 Quantise = Literal["tensor", "rows"]
 
 # Keyword arguments of this module's functions: no input of an epilogue may have these names.
-_OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue", "math"))
+_OWN = frozenset(("gamma", "beta", "eps", "mean", "rstd"))
 _OWN_OF_RMSNORM = frozenset(("scale_a", "scale_b", "scale_out", "amax"))
 
 
@@ -40,15 +35,13 @@ _OWN_OF_RMSNORM = frozenset(("scale_a", "scale_b", "scale_out", "amax"))
 
 
 def _prepare_rms(
-    x: Tensor,
-    w: Tensor | PreparedWeight,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
     gamma: Tensor | None,
     eps: float | None,
     rstd: RowStatistic | Tensor | None,
     epilogue: Epilogue | None,
     inputs: dict[str, Any],
-    scale_a: Tensor | float | None,
-    scale_b: Tensor | float | None,
     scale_out: Tensor | float | None,
     amax: bool,
     out: Any,
@@ -56,33 +49,75 @@ def _prepare_rms(
     math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("rmsnorm_gemm", math)
-    matrix, scale_b = weights.matrix_of(w, gamma, "w"), scaled.scale_of_weight(w, x, scale_a, scale_b)
+    (x, scale_a), (matrix, scale_b) = parts(a), weights.matrix_of(b, gamma, "b")
     # Nearly all calls have no scales: asking twice takes less than calling.
     quantise = quantise_by(scale_out, amax, out, out_dtype) if scale_out is not None or amax is not False else None
     norm, values = rms_values(x, eps, rstd, scale_a)
-    scales = None if scale_a is scale_b is None else scaled.scales_of(x, matrix, scale_a, scale_b)
+    scales, factors = _scales(x, scale_a, b, matrix, scale_b)
     op = _composed("rmsnorm_gemm", norm, epilogue, False, scales, quantise, amax)
     for name in op.products:
         if name in inputs:
-            weights.require_alike(w, name, inputs[name])
-            inputs[name] = weights.matrix_of(inputs[name], gamma, name)
+            weights.require_alike(b, name, inputs[name])
+            inputs[name], _ = weights.matrix_of(inputs[name], gamma, name)
     if scale_out is not None:
         inputs["scale_out"] = scale_out
-    factors = () if scales is None else (scale_a, scale_b)
     return op, (x, matrix, *factors, *values)
 
 
-@prepared_by(_prepare_rms)
+def _scales(a: Any, scale_a: Any, given_b: Any, b: Any, scale_b: Any) -> tuple[Epilogue | None, tuple[Any, ...]]:
+    """Return the epilogue of two operands' scales, and the scales; None and nothing if there are none."""
+    if scale_a is scale_b is None:  # nearly all calls
+        return None, ()
+    scaled.require_both(scale_a, scale_b, a, b)
+    if isinstance(given_b, PreparedWeight):
+        scale_b = scaled.of_prepared(a, scale_a, b, scale_b)
+    return scaled.scaling(scaled.scales_of(a, b, scale_a, scale_b)), (scale_a, scale_b)
+
+
+@overload
 def rmsnorm_gemm(
-    x: Tensor,
-    w: Tensor | PreparedWeight,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    epilogue: None = None,
+    scale_out: Tensor | float | None = None,
+    amax: Literal[False] = False,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rmsnorm_gemm(
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
     gamma: Tensor | None = None,
     *,
     eps: float | None = None,
     rstd: RowStatistic | Tensor | None = None,
     epilogue: Epilogue | None = None,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
+    scale_out: Tensor | float | None = None,
+    amax: bool = False,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    math: Math | None = None,
+    **inputs: Any,
+) -> Any: ...
+
+
+@prepared_by(_prepare_rms)
+def rmsnorm_gemm(
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    epilogue: Epilogue | None = None,
     scale_out: Tensor | float | None = None,
     amax: bool = False,
     out: Any = None,
@@ -90,35 +125,31 @@ def rmsnorm_gemm(
     math: Math | None = None,
     **inputs: Any,
 ) -> Any:
-    """Compute epilogue(rmsnorm(x; gamma, eps) @ w, inputs) in one kernel.
+    """Compute epilogue(rmsnorm(a; gamma, eps) @ b, inputs) in one kernel.
 
-    rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows of the product are
+    rmsnorm(a) = a / √(mean(a², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows of the product are
     scaled in FP32, before D is rounded.
 
-    An x in FP8 is the `quantized` output of :func:`gemm_residual_rms`. Either it was multiplied by gamma there, or the
+    An a in FP8 is the `quantized` output of :func:`gemm_residual_rms`. Either it was multiplied by gamma there, or the
     weight contains gamma. Its statistic is that of y before quantisation: pass `rstd`.
 
     Parameters
     ----------
-    x : Tensor
-        (..., K), FP16 or BF16; with `rstd` also INT8, or FP8 on Hopper. Leading dimensions are folded into M. Messages
-        call it ``a``, and w ``b``.
-    w : Tensor or PreparedWeight
+    a : Tensor or Scaled
+        (..., K), FP16 or BF16; with `rstd` also INT8, FP8 on Hopper, or scaled. Leading dimensions are folded into M.
+    b : Tensor, Scaled or PreparedWeight
         (K, N), the same dtype: ``weight.t()`` of a linear layer, or the result of :func:`prepare`.
     gamma : Tensor, optional
-        (K,). **Every call** folds it into w, with a kernel that reads and writes all of w. Overflow is not checked: it
+        (K,). **Every call** folds it into b, with a kernel that reads and writes all of b. Overflow is not checked: it
         makes columns of D infinite or NaN. :func:`prepare` folds once, and checks.
     eps : float, optional
         Added to the mean of squares; required without `rstd`. It is a launch argument, so any value uses one kernel.
     rstd : RowStatistic or Tensor, optional
-        The statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...) with the factor of each
-        row. Without it, the kernel computes mean squares from x.
+        The statistic that :func:`gemm_residual_rms` returned with a, or an FP32 tensor (...) with the factor of each
+        row. Without it, the kernel computes mean squares from a.
     epilogue : Epilogue, optional
-        Applied to the normalised product. A ``Product`` is normalised in the same way; if w is prepared, its matrix
+        Applied to the normalised product. A ``Product`` is normalised in the same way; if b is prepared, its matrix
         must be too. Calls with scales take no ``Product``, except :func:`cutlass_ops.gemm_swiglu`.
-    scale_a, scale_b : Tensor or float, optional
-        The scales of x and w, as for :func:`cutlass_ops.scaled_gemm`: both or neither, and only with `rstd`. A weight
-        that was prepared in FP8 has its own scale.
     scale_out : Tensor or float, optional
         The divisor of an FP8 result: a number, a tensor of one element, or one for each row, (...). Set the FP8 type by
         `out_dtype` or `out`.
@@ -141,7 +172,7 @@ def rmsnorm_gemm(
     UnsupportedError
         If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be compiled, stored or loaded.
+        If the call waits for its kernel, and that cannot be compiled, stored or loaded. Otherwise, PyTorch serves.
 
     Examples
     --------
@@ -155,9 +186,7 @@ def rmsnorm_gemm(
     >>> co.rmsnorm_gemm(x, w, gamma, eps=0.0, epilogue=biased, bias=torch.ones(4).bfloat16()).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    op, arguments = _prepare_rms(
-        x, w, gamma, eps, rstd, epilogue, inputs, scale_a, scale_b, scale_out, amax, out, out_dtype, math
-    )
+    op, arguments = _prepare_rms(a, b, gamma, eps, rstd, epilogue, inputs, scale_out, amax, out, out_dtype, math)
     return op(*arguments, out=out, out_dtype=out_dtype, math=math, **inputs)
 
 
@@ -167,16 +196,9 @@ _GIVEN = {None: composed.rms_norm, "sums": composed.rms_norm_of_sums, "rstd": co
 def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
     """Return the op behind :func:`rmsnorm_gemm`, for ``tune`` and ``plan``.
 
-    b has gamma folded in. The op's arguments depend on `given`:
-
-    - None, statistics from a: (a, b, eps, *inputs)
-    - ``"sums"``, as in a :class:`RowStatistic`: (a, b, row_sum_square, inverse_count, eps, *inputs)
-    - ``"rstd"``, a tensor: (a, b, rstd, *inputs)
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `epilogue` is not an epilogue or cannot follow a norm, or `given` is unknown.
+    b has gamma folded in. The op takes (a, b, eps, *inputs) if `given` is None; (a, b, row_sum_square, inverse_count,
+    eps, *inputs) for ``"sums"``, as in a :class:`RowStatistic`; and (a, b, rstd, *inputs) for ``"rstd"``, a tensor.
+    Raises TypeError or ValueError if `epilogue` is not an epilogue or cannot follow a norm, or `given` is unknown.
     """
     if given not in _GIVEN:
         raise ValueError(f'given is {given!r}: use "sums", "rstd" or None')
@@ -184,12 +206,10 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
 
 
 def _prepare_residual(
-    a: Tensor,
-    b: Tensor | PreparedWeight,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
     residual: Tensor,
     epilogue: Epilogue | None,
-    scale_a: Tensor | float | None,
-    scale_b: Tensor | float | None,
     gamma: Tensor | None,
     scale_out: Tensor | float | None,
     amax: bool,
@@ -198,33 +218,33 @@ def _prepare_residual(
     inputs: dict[str, Any],
     math: Math | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    require_tensor("a", a)
+    (x, scale_a), (matrix, scale_b) = parts(a), weights.matrix_of(b, None, "b")
+    require_tensor("a", x)
+    element_type("a", x)
     _check_math("gemm_residual_rms", math)
-    matrix, scale_b = weights.matrix_of(b, None, "b"), scaled.scale_of_weight(b, a, scale_a, scale_b)
-    dtype = casting.autocast_dtype(a)
-    a, matrix = casting.autocast_to(dtype, a), casting.autocast_to(dtype, matrix)
-    scales = scaled.scales_of(a, matrix, scale_a, scale_b)
-    _check_y(out, a)
+    dtype = casting.autocast_dtype(x)
+    x, matrix = casting.autocast_to(dtype, x), casting.autocast_to(dtype, matrix)
+    scales, factors = _scales(x, scale_a, b, matrix, scale_b)
+    _check_y(out, x)
     if "out_dtype" in inputs:
         raise TypeError("gemm_residual_rms takes no out_dtype: y has a's dtype, or BF16 if that is FP8")
     _check_amax(amax)
     inputs["residual"] = residual
-    factors = () if scales is None else (scale_a, scale_b)
     if scale_out is None:
         if gamma is not None or amax:
             what = "gamma is" if gamma is not None else "amax=True asks for what is"
             raise TypeError(f"{what} of the copy in FP8: pass scale_out=, which divides it")
-        return residual_rms_op(a.dtype, epilogue, scales), (a, matrix, *factors)
+        return residual_rms_op(x.dtype, epilogue, scales), (x, matrix, *factors)
     quantized_dtype = _dtype_of_copy(quantized_dtype, out)
     inputs["scale_out"] = scale_out
     if gamma is not None:
         inputs["gamma"] = gamma
     copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantized_dtype).name
-    return _residual_op(_stream_dtype(a.dtype), epilogue, scales, copy), (a, matrix, *factors)
+    return _residual_op(_stream_dtype(x.dtype), epilogue, scales, copy), (x, matrix, *factors)
 
 
 def _dtype_of_copy(dtype: torch.dtype | None, out: Any) -> torch.dtype:
-    """Return the type to which a copy in FP8 is rounded: the one in which it is stored, so that it is rounded once."""
+    """Return the type to which a copy in FP8 is rounded: its stored type, so that it is rounded once."""
     if dtype is not None:
         fp8.require_dtype("quantized_dtype", dtype)
     given = out.get("quantized") if isinstance(out, Mapping) else None
@@ -259,26 +279,36 @@ def _check_y(out: Any, a: Tensor) -> None:
 
 @overload
 def gemm_residual_rms(
-    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: None = None, **named: Any
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
+    residual: Tensor,
+    *,
+    eps: float,
+    scale_out: None = None,
+    **named: Any,
 ) -> ResidualRms: ...
 
 
 @overload
 def gemm_residual_rms(
-    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: Tensor | float, **named: Any
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
+    residual: Tensor,
+    *,
+    eps: float,
+    scale_out: Tensor | float,
+    **named: Any,
 ) -> QuantizedResidualRms: ...
 
 
 @prepared_by(_prepare_residual)
 def gemm_residual_rms(
-    a: Tensor,
-    b: Tensor | PreparedWeight,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled | PreparedWeight,
     residual: Tensor,
     *,
     eps: float,
     epilogue: Epilogue | None = None,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
     gamma: Tensor | None = None,
     scale_out: Tensor | float | None = None,
     amax: bool = False,
@@ -298,9 +328,9 @@ def gemm_residual_rms(
 
     Parameters
     ----------
-    a : Tensor
+    a : Tensor or Scaled
         (..., M, K), FP16, BF16, INT8 or on Hopper FP8.
-    b : Tensor or PreparedWeight
+    b : Tensor, Scaled or PreparedWeight
         (K, N), as for :func:`cutlass_ops.gemm`, or the result of :func:`prepare`.
     residual : Tensor
         (..., M, N), FP16, BF16 or FP32.
@@ -308,9 +338,6 @@ def gemm_residual_rms(
         The next norm's eps.
     epilogue : Epilogue, optional
         Applied to a @ b before the residual is added, for example a bias. D must be its only output.
-    scale_a, scale_b : Tensor or float, optional
-        The scales of a and b, as for :func:`cutlass_ops.scaled_gemm`: both or neither. A weight that was prepared in
-        FP8 has its own scale.
     gamma : Tensor, optional
         (N,): gamma of the next norm, by which the FP8 copy is multiplied. Without it, prepare the next weight with
         gamma.
@@ -343,7 +370,7 @@ def gemm_residual_rms(
     UnsupportedError
         If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be compiled, stored or loaded.
+        If the call waits for its kernel, and that cannot be compiled, stored or loaded. Otherwise, PyTorch serves.
 
     Examples
     --------
@@ -364,7 +391,7 @@ def gemm_residual_rms(
     if not torch.compiler.is_dynamo_compiling() and not isinstance(eps, Tensor):
         scalars.number("eps", eps)  # which the next norm's call would find wrong
     op, arguments = _prepare_residual(
-        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs, math
+        a, b, residual, epilogue, gamma, scale_out, amax, quantized_dtype, out, inputs, math
     )
     y, sums, *more = op(*arguments, out=out, math=math, **inputs)
     statistic = RowStatistic(sums, y.shape[-1], eps)
@@ -376,12 +403,8 @@ def gemm_residual_rms(
 def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None, scales: Epilogue | None = None) -> Op:
     """Return the op behind :func:`gemm_residual_rms`, for ``tune`` and ``plan``.
 
-    It takes (a, b, *scales, *inputs, residual) of this dtype and returns (d, row_sum_square).
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `epilogue` is not an epilogue, or has an output besides D, or no kernel multiplies this dtype.
+    It takes (a, b, *scales, *inputs, residual) of this dtype and returns (d, row_sum_square). Raises TypeError or
+    ValueError if `epilogue` is not an epilogue or has an output besides D, or if no kernel multiplies this dtype.
     """
     return _residual_op(_stream_dtype(dtype), epilogue, scales, None)
 
@@ -401,8 +424,8 @@ def _stream_dtype(dtype: torch.dtype) -> str:
 
 
 def _prepare_layer(
-    x: Tensor,
-    w: Tensor | PreparedLayerNormWeight,
+    a: Tensor,
+    b: Tensor | PreparedWeight,
     gamma: Tensor | None,
     beta: Tensor | None,
     eps: float | None,
@@ -412,24 +435,58 @@ def _prepare_layer(
     inputs: Mapping[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
     _check_math("layernorm_gemm", inputs.get("math"), ())
-    if isinstance(w, PreparedWeight):
-        raise TypeError("w is prepared by prepare(), not for a layer norm: pass prepare_layernorm(weight, gamma, beta)")
-    if isinstance(w, PreparedLayerNormWeight):
+    for name, value in (("a", a), ("b", b)):
+        if isinstance(value, Scaled):
+            raise TypeError(f"{name} is scaled, and layernorm_gemm takes no scales: pass {name}.values, or 16 bits")
+    if isinstance(b, PreparedWeight):
+        if b.column_sum is None:
+            raise TypeError("b is not prepared for a LayerNorm: pass prepare(w, gamma, beta, norm='layer')")
         if gamma is not None or beta is not None:
-            raise TypeError("w is prepared and already contains gamma and beta: leave them out")
-        prepared = w
-    else:
-        prepared = weights.fold_layernorm(w, gamma, beta)
+            raise TypeError("b is prepared and already contains gamma and beta: leave them out")
+    prepared = b if isinstance(b, PreparedWeight) else weights.fold_layernorm(b, gamma, beta, "b")
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
     op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
-    return op, (x, prepared.matrix, prepared.column_sum, *values, *shift)
+    return op, (a, prepared.matrix, prepared.column_sum, *values, *shift)
+
+
+@overload
+def layernorm_gemm(
+    a: Tensor,
+    b: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    epilogue: None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+
+
+@overload
+def layernorm_gemm(
+    a: Tensor,
+    b: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any: ...
 
 
 @prepared_by(_prepare_layer)
 def layernorm_gemm(
-    x: Tensor,
-    w: Tensor | PreparedLayerNormWeight,
+    a: Tensor,
+    b: Tensor | PreparedWeight,
     gamma: Tensor | None = None,
     beta: Tensor | None = None,
     *,
@@ -441,28 +498,28 @@ def layernorm_gemm(
     out_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> Any:
-    """Compute epilogue(layernorm(x; gamma, beta, eps) @ w, inputs) in one kernel.
+    """Compute epilogue(layernorm(a; gamma, beta, eps) @ b, inputs) in one kernel.
 
-    layernorm(x) = (x - mean(x)) / √(variance(x) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
+    layernorm(a) = (a - mean(a)) / √(variance(a) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
     kernel computes mean and mean square in one pass and subtracts. So it loses digits if a row's mean is large compared
     with its standard deviation. Up to a ratio of 50 in FP16 and 200 in BF16, the error is at most twice PyTorch's.
     Larger ratios are not detected: in BF16, pass `mean` and `rstd`; in FP16, do not fuse (docs/rmsnorm.md).
 
     Parameters
     ----------
-    x : Tensor
+    a : Tensor
         (..., K), FP16 or BF16; with `mean` and `rstd` also INT8, or FP8 on Hopper. Its values are normalised as they
-        are: there are no scales. Messages call it ``a``, and w ``b``.
-    w : Tensor or PreparedLayerNormWeight
-        (K, N), the same dtype, or either FP8 type for x in FP8; or the result of :func:`prepare_layernorm`. If w is a
-        plain tensor, **every call** reads it several times, for column sums, gamma and beta, and does not check
-        gamma · w for overflow.
+        are: there are no scales.
+    b : Tensor or PreparedWeight
+        (K, N), the same dtype, or either FP8 type for a in FP8; or the result of :func:`prepare` with ``norm="layer"``.
+        If b is a plain tensor, **every call** reads it several times, for column sums, gamma and beta, and does not
+        check gamma · b for overflow.
     gamma, beta : Tensor, optional
-        (K,). Only for w in FP16 or BF16.
+        (K,). Only for b in FP16 or BF16.
     eps : float, optional
         Added to the variance; required without `mean` and `rstd`.
     mean, rstd : Tensor, optional
-        Both or neither: mean and 1 / √(variance + eps) of each row of x as it is, FP32, (...).
+        Both or neither: mean and 1 / √(variance + eps) of each row of a as it is, FP32, (...).
     epilogue : Epilogue, optional
         Applied to the normalised product. It cannot have a ``Product``.
     out, out_dtype, **inputs
@@ -480,16 +537,16 @@ def layernorm_gemm(
     UnsupportedError
         If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be compiled, stored or loaded.
+        If the call waits for its kernel, and that cannot be compiled, stored or loaded. Otherwise, PyTorch serves.
 
     Examples
     --------
     >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
     >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
-    >>> co.layernorm_gemm(x, co.prepare_layernorm(w, gamma, beta), eps=0.0).tolist()
+    >>> co.layernorm_gemm(x, co.prepare(w, gamma, beta, norm="layer"), eps=0.0).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    op, arguments = _prepare_layer(x, w, gamma, beta, eps, mean, rstd, epilogue, inputs)
+    op, arguments = _prepare_layer(a, b, gamma, beta, eps, mean, rstd, epilogue, inputs)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
@@ -498,17 +555,10 @@ def layernorm_op(
 ) -> Op:
     """Return the op behind :func:`layernorm_gemm`, for ``tune`` and ``plan``.
 
-    :class:`PreparedLayerNormWeight` has b, column_sum and shift (of beta). The op's arguments depend on `given`:
-
-    - None, statistics from a: (a, b, column_sum, eps, *inputs)
-    - ``"moments"``: (a, b, column_sum, mean, rstd, *inputs)
-
-    With `shifted`, shift comes before the inputs.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `epilogue` is not an epilogue or cannot follow a norm, or `given` is unknown.
+    A prepared weight has b, column_sum and shift (of beta). The op takes (a, b, column_sum, eps,
+    *inputs) if `given` is None, and (a, b, column_sum, mean, rstd, *inputs) for ``"moments"``. With `shifted`, shift
+    comes before the inputs. Raises TypeError or ValueError if `epilogue` is not an epilogue or cannot follow a norm, or
+    `given` is unknown.
     """
     if given not in (None, "moments"):
         raise ValueError(f'given is {given!r}: use "moments" or None')
@@ -544,7 +594,7 @@ def _composed(
                 "scale_out= and amax= need an epilogue that returns only D: write the scale and amax into the epilogue"
             )
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
-    return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
+    return graph_op(name, graph, doc)
 
 
 def _check_math(name: str, math: Any, known: Sequence[str] = ACCUMULATIONS) -> None:
@@ -560,12 +610,12 @@ def _check_math(name: str, math: Any, known: Sequence[str] = ACCUMULATIONS) -> N
 def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) -> None:
     if graph.gathered:
         raise ValueError(
-            f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would compute from x before the norm: write "
+            f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would compute from a before the norm: write "
             "norm and epilogue as one epilogue for gemm"
         )
     if graph.products and name == "layernorm_gemm":
         raise ValueError(
-            f"{epilogue} has the product {graph.products[0]}, but {name} has column sums only for w: run two GEMMs and "
+            f"{epilogue} has the product {graph.products[0]}, but {name} has column sums only for b: run two GEMMs and "
             "pass the first one's result to the second as a Tile"
         )
     if graph.products and has_scales:
@@ -605,10 +655,8 @@ def quantise_by(
 ) -> Quantise | None:
     """Return what has a scale of the result in FP8; None if the result is not divided.
 
-    Raises
-    ------
-    TypeError
-        If the result would not be in FP8, or its greatest absolute values are asked for without a scale.
+    Raises TypeError if the result would not be in FP8, or if its greatest absolute values are asked for without a
+    scale.
     """
     _check_amax(amax)
     if scale_out is None:
@@ -624,19 +672,17 @@ def quantise_by(
 
 
 def rms_values(
-    x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None, scale_a: Tensor | float | None = None
+    a: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None, scale_a: Tensor | float | None = None
 ) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
     """Return an RMSNorm's epilogue and the arguments for it.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If both or neither of `eps` and `rstd` are given, or `rstd` does not fit x, or x is quantised and has none.
+    Raises TypeError or ValueError if both or neither of `eps` and `rstd` are given, if `rstd` does not fit a, or if a
+    is quantised and has no `rstd`.
     """
-    quantised = scale_a is not None or (isinstance(x, Tensor) and x.dtype in fp8.DTYPES)
+    quantised = scale_a is not None or (isinstance(a, Tensor) and a.dtype in fp8.DTYPES)
     if rstd is None and quantised:
         raise TypeError(
-            "rstd is missing, and x is quantised: the norm needs the statistic of x before it was quantised. Pass "
+            "rstd is missing, and a is quantised: the norm needs the statistic of a before it was quantised. Pass "
             "rstd=, as gemm_residual_rms returns it, or a cutlass_ops.RowStatistic"
         )
     if rstd is None:
@@ -647,12 +693,13 @@ def rms_values(
         raise TypeError("eps and rstd are both given, and rstd already includes eps: pass one of them")
     if not isinstance(rstd, RowStatistic):
         return composed.rms_norm_of_rstd, (_statistic("rstd", rstd),)
-    if isinstance(x, Tensor) and x.ndim and rstd.count != x.shape[-1]:
+    refuse_shapeless(a=a)
+    if isinstance(a, Tensor) and a.ndim and rstd.count != a.shape[-1]:
         raise ValueError(
-            f"rstd is the statistic of rows of {rstd.count} elements, and rows of x have {x.shape[-1]}: pass the "
-            "statistic that was returned with x"
+            f"rstd is the statistic of rows of {rstd.count} elements, and rows of a have {a.shape[-1]}: pass the "
+            "statistic that was returned with a"
         )
-    # Reshaping x's leading dimensions keeps the order of rows.
+    # Reshaping a's leading dimensions keeps the order of rows.
     sums = _statistic("rstd.sum_square", rstd.sum_square)
     return composed.rms_norm_of_sums, (sums.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
 

@@ -5,35 +5,27 @@ They are registered at once, since compiled and saved programs name them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from cutlass_ops.run import traced, watching
-
-
-def _late(module: str, name: str) -> Callable[..., Any]:
-    def function(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f"cutlass_ops.run.{module}"), name)(*arguments)
-
-    return function
+from cutlass_ops.operand import watching
+from cutlass_ops.run import traced
 
 
 def _recorded(
     name: str, record: Callable[..., Any], plain: Callable[..., Any], warm: Callable[..., Any] | None = None
 ) -> None:
-    """Say what runs a call of an operator: `record` if autograd records it, else `plain`.
+    """Choose what runs a call of an operator: `record` if autograd records it, else `plain`.
 
-    `warm` is tried first. It returns None if it cannot run the call. torch.library.register_autograd would take no None
-    for an empty list, and refuse a call only after it ran.
+    `warm` is tried first. It returns None if it cannot run the call. torch.library.register_autograd would not take
+    None for an empty list, and would refuse a call only after it ran.
     """
 
     def autograd(*arguments: Any) -> Any:
-        # What follows takes as long as such a call by itself.
+        # The code below takes as long as such a call.
         if warm is not None and (results := warm(*arguments)) is not None:
             return results
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(arguments))
@@ -43,11 +35,12 @@ def _recorded(
 
 
 def _values_of(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs an operator without a record. If something else listens, PyTorch has to dispatch again."""
+    """Return what runs an operator that is not recorded. If something else listens, PyTorch has to dispatch again."""
     operator = getattr(torch.ops.cutlass_ops, name).default
 
     def plain(*arguments: Any) -> Any:
-        if watching.is_watched() or not all(map(_is_memory, _tensors(arguments))):
+        others = any(watching.needs_operator(x) or x.is_meta for x in _tensors(arguments))
+        if others or watching.is_watched():
             for x in _tensors(arguments):
                 watching.refuse_tangent("tensor", x)  # which is lost below autograd
             with torch._C._AutoDispatchBelowAutograd():
@@ -67,27 +60,23 @@ def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _is_memory(x: Tensor) -> bool:
-    return type(x) in (Tensor, Parameter) and not x.is_meta and not torch._is_functional_tensor(x)
-
-
 def _late_and_recorded(schema: str, module: str) -> None:
     """Register an operator that autograd records: `plain` is without gradients, `record` with them."""
     name = schema.partition("(")[0]
-    plain = _late(module, "plain")
-    traced.declare(schema, plain, _late(module, "shapes"))
-    _recorded(name, _late(module, "record"), plain)
+    plain = traced.late(module, "plain")
+    traced.declare(schema, plain, traced.late(module, "shapes"))
+    _recorded(name, traced.late(module, "record"), plain)
     traced.override(name, traced.refuse_vmap, "FuncTorchBatched")
 
 
 def _of_folding(schema: str, run: str, shape: str, record: str) -> None:
     """Register an operator of folding: `record` computes the same by operations that autograd knows."""
     name = schema.partition("(")[0]
-    traced.declare(schema, _late("folding", run), _late("folding", shape))
-    _recorded(name, _late("folding", record), _values_of(name, _late("folding", run)))
+    traced.declare(schema, traced.late("folding", run), traced.late("folding", shape))
+    _recorded(name, traced.late("folding", record), _values_of(name, traced.late("folding", run)))
 
 
-_recorded("fused_gemm", _late("recorded", "record"), _values_of("fused_gemm", traced.run_new), traced.run_warm)
+_recorded("fused_gemm", traced.late("recorded", "record"), _values_of("fused_gemm", traced.run_new), traced.run_warm)
 _late_and_recorded(
     f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]", "recorded"
 )
@@ -98,10 +87,12 @@ _late_and_recorded(
 )
 
 _QUANTIZED = "Tensor x, str dtype, int? block"
-traced.declare(f"quantize({_QUANTIZED}) -> (Tensor, Tensor)", _late("quantizing", "run"), _late("quantizing", "shapes"))
+traced.declare(
+    f"quantize({_QUANTIZED}) -> (Tensor, Tensor)", traced.late("quantizing", "run"), traced.late("quantizing", "shapes")
+)
 traced.declare(
     f"quantize_out({_QUANTIZED}, Tensor(a!) d, Tensor(b!) scale) -> ()",
-    _late("quantizing", "run_out"),
+    traced.late("quantizing", "run_out"),
     lambda *_: None,
 )
 traced.count_changes("quantize_out", lambda *arguments: arguments[-2:])

@@ -11,21 +11,22 @@ from torch import Tensor
 
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import reference
-from cutlass_ops.run.results import usual_dtype
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.matrices import operand
+from cutlass_ops.operand.results import usual_dtype
 
 Peer = Callable[[Tensor, Tensor, Sequence[Any]], Any]
 
 
 def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Peer]:
-    """Return PyTorch's ways to compute an epilogue of an A of some dtype, by name.
+    """Return PyTorch's ways to compute an epilogue of an A of a given dtype, by name.
 
     Each returns D, or a mapping of several outputs.
 
-    ``eager`` is torch.mm, for batches torch.matmul, and one elementwise kernel for each operation. ``cublaslt`` is
-    cuBLASLt's fused epilogue, for the few that it has, in 16 bits and two dimensions. FP16 epilogues with statistics of
-    A are computed in FP32, since the unscaled product may overflow. So are epilogues with indices or random numbers,
-    which 16 bits do not hold. FP8 operands are converted to BF16, times the scales of their blocks.
+    ``eager`` is torch.mm, or torch.matmul for batches, and one elementwise kernel for each operation. ``cublaslt`` is
+    one of cuBLASLt's few fused epilogues, in 16 bits and two dimensions. FP16 epilogues with statistics of A are
+    computed in FP32, since the unscaled product may overflow. So are epilogues with indices or random numbers, which 16
+    bits do not hold. FP8 operands are converted to BF16, times the scales of their blocks.
     """
     names = [i.name for i in graph.inputs]
 
@@ -34,9 +35,7 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
         usual = usual_dtype(a.dtype, b.dtype)  # BF16 holds every FP8 value
         dtype = torch.float32 if wide else usual
         named = dict(zip(names, inputs, strict=True))
-        x, w = a, b
-        if graph.block_scales:
-            x, w = reference.dequantised(a, b, *(named[name] for name in graph.block_scales))
+        x, w = operand("a", a, graph, named).values(), operand("b", b, graph, named).values()
         acc = torch.mm(x.to(dtype), w.to(dtype)) if x.ndim == 2 else torch.matmul(x.to(dtype), w.to(dtype))
         values = reference.evaluate(graph, acc, named, dtype, a=a)
         values = {o.name: values[o.name] if o.reduce else values[o.name].to(usual) for o in graph.outputs}

@@ -6,6 +6,9 @@ traces through autograd sees only the calls of ops that forward and backward mak
 
 from __future__ import annotations
 
+import functools
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import casting, grouped_backward, portable, traced, watching
-from cutlass_ops.run.backward import Forward, Values, added, main_grad, refuse_main_grads, saved_of, step_of, wanted
+from cutlass_ops.operand import watching
+from cutlass_ops.operand.tensors import require_tensor
+from cutlass_ops.run import casting, grouped_backward, portable, traced
+from cutlass_ops.run.backward import (
+    Forward,
+    added,
+    asked_of,
+    has_hooks,
+    is_spent,
+    main_grad,
+    refuse_main_grads,
+    saved_of,
+    step_of,
+    wanted,
+)
 from cutlass_ops.run.portable import Portable
-from cutlass_ops.run.tensors import require_tensor
+from cutlass_ops.run.tape import Tapes
 
 
 def plain(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
@@ -37,33 +53,62 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
     tensors = list(tensors or ())
     if not watching.is_differentiated(a, b, *tensors):
         return plain(op, a, b, tensors, numbers, places, out_dtype)
-    called = portable.find(op)
+    called, _ = traced.called_with(op, tensors, numbers, places)
+    names = tuple(name for at, name in enumerate(called.inputs) if at not in (places or ()))
+    for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
+        require_tensor(name, value)
+    recorder = _recorder_of(called, names, places or (), a, b, tensors, out_dtype, recompute)
+    found = _Recorded.apply(recorder, tuple(numbers or ()), a, b, *tensors)  # type: ignore[no-untyped-call]
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def record_directly(
+    called: Portable, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None, recompute: bool
+) -> tuple[OpRecorder, tuple[Tensor, ...]]:
+    """Return how to record a call that can bypass PyTorch's dispatcher, and its results: see ``traced.detour``."""
+    places = tuple(at for at, x in enumerate(inputs) if type(x) is float)
+    names = tuple(name for name, x in zip(called.inputs, inputs, strict=True) if type(x) is not float)
+    tensors = [x for x in inputs if type(x) is not float]
+    for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
+        watching.refuse_tangent(name, value)
+    recorder = _recorder_of(called, names, places, a, b, tensors, out_dtype, recompute)
+    return recorder, recorder(a, b, inputs)
+
+
+def _recorder_of(
+    called: Portable,
+    names: tuple[str, ...],
+    places: Sequence[int],
+    a: Tensor,
+    b: Tensor,
+    tensors: Sequence[Tensor],
+    out_dtype: torch.dtype | None,
+    recompute: bool,
+) -> OpRecorder:
+    """Return how to record a call without tangents. Raises ValueError or NotImplementedError if it cannot."""
     if called.graph.quantized is not None:
         raise ValueError(
             "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
             "another dtype and quantise it by cutlass_ops.quantize"
         )
-    names = tuple(name for at, name in enumerate(called.inputs) if at not in (places or ()))
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
-    for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
-        require_tensor(name, value)
-    why = called.why_no_gradient(a.dtype)
-    if why is not None:
-        raise ValueError(f"a is {a.dtype}, and {why}; or call under torch.no_grad()")
+    wrt = wanted(names, tensors)
     if called.form == GROUPED:
-        grouped_backward.require(called, b, wanted(names, tensors))
+        grouped_backward.require(called, wrt)
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
-    settings = _Settings(called, names, numbers, places, out_dtype, recompute)
-    return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]
+    places = tuple(places)
+    kind = places, wrt, a.dtype, out_dtype, recompute
+    found: OpRecorder | None = called.recorders.get(kind)
+    if found is None:
+        forward = Forward.of(called, wrt, a.dtype, store=not recompute)
+        found = called.recorders[kind] = OpRecorder(called, names, places, wrt, forward, out_dtype)
+    return found
 
 
 def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype | None) -> None:
-    """Refuse gradients of what is in FP8: they would need copies of the operands, transposed, with scales of their own.
+    """Raise ValueError if a call that needs gradients has an operand or result in FP8.
 
-    Raises
-    ------
-    ValueError
-        If an operand or a result is in FP8.
+    Gradients would need transposed copies of the operands, with other scales.
     """
     outside = "call under torch.no_grad()"
     if out_dtype is not None and out_dtype.itemsize == 1:
@@ -83,87 +128,168 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
             )
 
 
-class _Settings(NamedTuple):
-    """What of a call is no tensor."""
+class Asked(NamedTuple):
+    """What a backward is asked for."""
 
-    called: Portable
-    names: tuple[str, ...]
-    numbers: Any
-    places: Any
-    out_dtype: torch.dtype | None
-    recompute: bool
+    needs: tuple[bool, ...]  # whether the engine takes the gradient of each tensor of the call
+    given: tuple[bool, ...]  # whether each result has a gradient
+    into: tuple[str, ...]  # matrices whose gradients are added to main_grad
+    numbers: tuple[float, ...]  # the call's
+    spends: bool  # whether the step may overwrite what was saved
+    again: bool  # whether its results are to be differentiated
 
-    def values(self, tensors: Sequence[Tensor]) -> Values:
-        """Return the epilogue's inputs by name."""
-        inputs = traced.inputs_of(tensors, self.numbers, self.places)
-        return dict(zip(self.called.inputs, inputs, strict=True))
+
+class Recorder(ABC):
+    """How calls of one kind are recorded: what runs, what is saved, and the steps of their backward."""
+
+    __slots__ = ("matrices", "tapes")
+
+    def __init__(self, matrices: Sequence[tuple[int, str]]) -> None:
+        # Matrices whose gradients may be added to a main_grad: their places among the call's tensors, and their names.
+        self.matrices, self.tapes = tuple(matrices), Tapes()
+
+    @abstractmethod
+    def run(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """Compute a call; return the user's results, and what its backward reads besides the call's tensors."""
+
+    @abstractmethod
+    def backward(self, asked: Asked, tensors: list[Tensor]) -> Sequence[Tensor | None]:
+        """Return the gradients of a call's tensors.
+
+        `tensors` are those of the call, what :meth:`run` kept, the results' gradients, and main_grads. They are taken
+        out of the list, so that memory is freed early.
+        """
+
+
+class OpRecorder(Recorder):
+    """How calls of one op are recorded.
+
+    `names` are the op's inputs that are tensors, `places` the positions of those that are numbers, and `wrt` the inputs
+    whose gradients are wanted. `out_dtype` is D's.
+    """
+
+    __slots__ = ("called", "forward", "names", "out_dtype", "places", "wrt")
+
+    def __init__(
+        self,
+        called: Portable,
+        names: tuple[str, ...],
+        places: tuple[int, ...],
+        wrt: frozenset[str],
+        forward: Forward,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        products = called.graph.products
+        super().__init__([(1, "b"), *((at, name) for at, name in enumerate(names, 2) if name in products)])
+        self.called, self.names, self.places, self.wrt, self.forward = called, names, places, wrt, forward
+        self.out_dtype = out_dtype
+
+    def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return the results of a call of this kind, as autograd records them."""
+        numbers: tuple[float, ...] = ()
+        if self.places:
+            numbers = tuple([inputs[at] for at in self.places])
+            inputs = [x for x in inputs if type(x) is not float]
+        found: Tensor | tuple[Tensor, ...] = apply(self, numbers, a, b, *inputs)
+        return (found,) if isinstance(found, Tensor) else found
+
+    def run(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> tuple[Sequence[Tensor], list[Tensor]]:  # noqa: D102
+        if self.called.form is GROUPED:
+            grouped_backward.require_lines(tensors[1])
+        inputs = traced.inputs_of(tensors[2:], numbers, self.places) if self.places else tensors[2:]
+        return self.forward.run(tensors[0], tensors[1], inputs, self.out_dtype)
+
+    def backward(self, asked: Asked, tensors: list[Tensor]) -> Sequence[Tensor | None]:  # noqa: D102
+        forward, count = self.forward, len(self.names)
+        of_results = [o.name for o, is_given in zip(self.called.graph.outputs, asked.given, strict=True) if is_given]
+        names = frozenset(itertools.compress(("a", "b", *self.names), asked.needs))
+        into = dict(zip(asked.into, tensors[len(tensors) - len(asked.into) :], strict=True))
+        a, b, *others = tensors[: len(tensors) - len(asked.into)]
+        tensors.clear()
+        named = dict(zip(self.names, others, strict=False))
+        # Kernels read no repeated values in memory, such as the gradient of a sum.
+        of = {name: g.contiguous() for name, g in zip(of_results, others[len(others) - len(of_results) :], strict=True)}
+        kept = dict(zip(forward.saving.kept, others[count : len(others) - len(of_results)], strict=True))
+        del others
+        if asked.again:
+            # To autograd, values that only this node knows are no functions of A and B.
+            kept = {o.name: kept[o.name] for o in forward.saving.placed.outputs if o.name in kept}
+        found = forward.vjp_asked(self.wrt, names, of, kept)
+        inputs = traced.inputs_of(list(named.values()), asked.numbers, self.places)
+        make = grouped_backward.GroupedStep if self.called.form == GROUPED else step_of
+        step = make(self.called, a, b, dict(zip(self.called.inputs, inputs, strict=True)))
+        del a  # the step holds it, and frees it
+        step.spent = forward.spent(kept) if asked.spends else ()
+        leaves = step.gradients(found, of, kept)
+        of.clear()
+        kept.clear()
+        step.spent = ()  # another tensor may lie at their addresses from here on
+        return step.of_operands(leaves, named, self.wrt, into, names)
 
 
 class _Recorded(torch.autograd.Function):
-    """A call of an op, as a node of autograd's graph."""
+    """A call, as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx, call, a, b, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        ctx.call, ctx.wrt = call, wanted(call.names, tensors)
-        ctx.forward = Forward.of(call.called, ctx.wrt, a.dtype, store=not call.recompute)
-        with casting.without_autocast(a.device):
-            results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
-        weights = {
-            "b": b,
-            **{n: x for n, x in zip(call.names, tensors, strict=True) if n in call.called.graph.products},
-        }
-        ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
-        ctx.save_for_backward(a, b, *tensors, *kept)
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+    def forward(ctx, recorder, numbers, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+        ctx.recorder, ctx.numbers, ctx.hooked = recorder, numbers, has_hooks()
+        # An empty context takes as long as the rest.
+        if casting.any_autocast():
+            with casting.without_autocast(tensors[0].device):
+                results, kept = recorder.run(tensors, numbers)
+        else:
+            results, kept = recorder.run(tensors, numbers)
+        ctx.into = {}
+        for at, name in recorder.matrices:
+            if tensors[at].requires_grad and (into := main_grad(name, tensors[at])) is not None:
+                ctx.into[name] = into
+        ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        whole = [x for x in results if not x.is_floating_point()]
+        if whole:
+            ctx.mark_non_differentiable(*whole)
+        return results[0] if len(results) == 1 else tuple(results)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        if any(isinstance(g, Tensor) and watching.is_batched(g) for g in grads):
-            raise NotImplementedError(watching.NO_TRANSFORM)
-        a, b, *tensors = saved_of(ctx)
-        call, count = ctx.call, len(ctx.call.names)
-        graph = call.called.graph
-        kept = dict(zip(ctx.forward.saving.kept, tensors[count:], strict=True))
-        del tensors[count:]
-        into = added(ctx.into)
-        if torch.is_grad_enabled():
-            # The gradients are differentiated again: what only this node knows is no function of A and B to autograd.
-            kept = {o.name: kept[o.name] for o in ctx.forward.saving.placed.outputs if o.name in kept}
+        given = [g for g in grads if g is not None]
+        for g in given:
+            if watching.is_batched(g):
+                raise NotImplementedError(watching.NO_TRANSFORM)
+        tensors, recorder = saved_of(ctx), ctx.recorder
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        again = torch.is_grad_enabled()
+        into = added(ctx.into) if ctx.into else ctx.into
+        if again:
             refuse_main_grads(into)
-        # Kernels read no repeated values, such as those of the gradient of a sum.
-        of = {o.name: g.contiguous() for o, g in zip(graph.outputs, grads, strict=True) if g is not None}
-        if not of:
-            return (None,) * (3 + count)
-        named = dict(zip(call.names, tensors, strict=True))
-        found = ctx.forward.vjp_asked(ctx.wrt, named, of, kept)
-        with casting.without_autocast(a.device):
-            of_call = grouped_backward.GroupedStep if call.called.form == GROUPED else step_of
-            step = of_call(call.called, a, b, call.values(tensors))
-            del a  # the step has it, and lets it go
-            step.spent = ctx.forward.spent(kept)
-            leaves = step.gradients(found, of, kept)
-            of.clear()
-            kept.clear()
-            step.spent = ()  # another tensor may lie at their addresses from here on
-            needs_a, needs_b = ctx.needs_input_grad[1:3]
-            return None, *step.of_operands(leaves, named, ctx.wrt, into, a=needs_a, b=needs_b)
+        asked = Asked(
+            asked_of(ctx, ctx.needs_input_grad[2:]),
+            tuple([g is not None for g in grads]),
+            tuple(into),
+            ctx.numbers,
+            not ctx.hooked and is_spent(),
+            again,
+        )
+        tensors += given
+        tensors += into.values()
+        del grads, given
+        compute = functools.partial(recorder.backward, asked)
+        if casting.any_autocast():
+            with casting.without_autocast(tensors[0].device):
+                return None, None, *recorder.tapes.run(asked, compute, tensors)
+        return None, None, *recorder.tapes.run(asked, compute, tensors)
+
+
+# As Function.apply, which first looks for what transforms of torch.func left over. Kernels refuse that.
+apply: Callable[..., Any] = super(torch.autograd.Function, _Recorded).apply
 
 
 # ---- Kernels of a backward -----------------------------------------------------------------------------------------
 
 
 def calls_of_a_step(op: Portable, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[PlainCall]:
-    """Run a call and its backward, and return the calls of ops that both made.
-
-    Parameters
-    ----------
-    op : Op
-        The op.
-    arguments, named
-        Its arguments. They keep their gradients, and main_grad.
-    """
+    """Run a call and its backward, and return the calls of ops that both made. Arguments keep grad and main_grad."""
     given = [_apart(x) for x in arguments], {name: _apart(x) for name, x in named.items()}
 
     def step() -> None:
@@ -178,7 +304,7 @@ def calls_of_a_step(op: Portable, arguments: Sequence[Any], named: Mapping[str, 
 
 
 def calls_of(run: Callable[[], object]) -> list[PlainCall]:
-    """Run something, and return the calls of ops that it makes. Tensors may be on "meta": then nothing is computed."""
+    """Run a function, and return the calls of ops that it makes. With "meta" tensors, nothing is computed."""
     with _Noting() as noting:
         run()
     calls: list[PlainCall] = noting.calls
@@ -190,7 +316,7 @@ def _apart(x: Any) -> Any:
 
 
 class PlainCall(NamedTuple):
-    """A call of an op that no gradient concerns."""
+    """A call of an op without gradients."""
 
     called: Portable
     a: Tensor

@@ -1,13 +1,13 @@
 """From an op's signature to loaded kernels.
 
-One function owns the look-up order: loaded, bundle, store, remote store, build.
+One function has the look-up order: loaded, bundle, store, remote store, build.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
@@ -30,11 +30,6 @@ class Entry(NamedTuple):
 
     spec: Declaration
     kernel: LoadedKernel
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain values."""
-        artifact = self.kernel.artifact
-        return {"slug": self.spec.slug, "key": artifact.key, "origin": artifact.origin, "spec": self.spec.to_json()}
 
 
 class Registry(Part):
@@ -63,45 +58,17 @@ class Registry(Part):
         """
         return self.kernels((spec,))[0]
 
-    def has(self, spec: KernelSpec) -> bool:
+    def has(self, spec: Declaration) -> bool:
         """Whether a kernel is loaded."""
         return spec in self._entries
 
-    def those(self, specs: Set[KernelSpec]) -> set[KernelSpec]:
-        """Return those of some kernels that are loaded."""
-        return {*(specs & self._entries.keys())}
-
-    def found(self, spec: KernelSpec) -> Artifact | None:
-        """Return a kernel from a bundle or the store, without compiling or loading it; None if it is not there."""
-        return self._found(spec, quickly=False)
-
-    def _found(self, spec: KernelSpec, *, quickly: bool) -> Artifact | None:
-        return self.session.part(Bundles).find(spec) or _stored(spec, quickly=quickly)
-
-    def at_hand(self, spec: KernelSpec, *, quickly: bool = False) -> LoadedKernel | None:
-        """Return a kernel if it is loaded, or can be loaded from a bundle or the store; compile nothing.
-
-        Parameters
-        ----------
-        spec : KernelSpec
-            The kernel.
-        quickly : bool
-            Whether to look into the store only for a kernel whose key is known, which takes no more than its loading.
-
-        Raises
-        ------
-        LoadError
-            If it is there but cannot be loaded.
-        """
-        while spec not in self._entries:
-            artifact = self._found(spec, quickly=quickly)
-            if artifact is None:
-                return None
-            self._add(spec, artifact)
-        return self._entries[spec].kernel
-
-    def take(self, spec: KernelSpec, artifact: Artifact, device: torch.device) -> None:
+    def take(self, spec: Declaration, artifact: Artifact, device: torch.device) -> bool:
         """Load a kernel that was found or built, also on a device, before any call is given it.
+
+        Returns
+        -------
+        bool
+            Whether it is loaded: a damaged one is left out where it was installed, and may be elsewhere.
 
         Raises
         ------
@@ -110,26 +77,17 @@ class Registry(Part):
         """
         if spec not in self._entries:
             self._add(spec, artifact, device)
-
-    def fetched(self, spec: KernelSpec) -> LoadedKernel | None:
-        """Return a kernel if the remote store has it, within that store's time limit; compile nothing.
-
-        Raises
-        ------
-        StoreError, LoadError
-            If it cannot be stored or loaded here.
-        """
-        artifact = _fetched(spec)
-        if artifact is None:
-            return None
-        self._add(spec, artifact)
-        return self._entries[spec].kernel
+        return spec in self._entries
 
     def origin(self, spec: KernelSpec) -> str | None:
         """Return where a kernel comes from, in words: it is loaded, in a bundle or in the store. None otherwise."""
+        from cutlass_ops.compilation import lookup  # late, as for _build
+
         entry = self._entries.get(spec)
-        artifact = self.found(spec) if entry is None else entry.kernel.artifact
-        return None if artifact is None else artifact.origin
+        if entry is not None:
+            return entry.kernel.artifact.origin
+        found = self.session.part(Bundles).find(spec) or lookup.stored(spec)
+        return None if found is None else found.origin
 
     def ready(self, specs: Iterable[KernelSpec], device: torch.device) -> int:
         """Load kernels, also on a device, compiling missing ones in parallel. Return how many there are.
@@ -144,7 +102,7 @@ class Registry(Part):
     def kernels(self, specs: Iterable[Declaration]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
-        # What an installed bundle has lost is looked for once more, elsewhere.
+        # If an installed bundle has lost a kernel, look for it once more, elsewhere.
         while missing := [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]:
             for spec, artifact in _found(self.session.part(Bundles), missing).items():
                 self._add(spec, artifact)
@@ -170,7 +128,7 @@ class Registry(Part):
 
 
 def _found(bundles: Bundles, specs: Sequence[Declaration]) -> dict[Declaration, Artifact]:
-    # Bundles have kernels of GEMMs alone.
+    # Bundles have only kernels of GEMMs.
     bundled = {spec: bundles.find(spec) if isinstance(spec, KernelSpec) else None for spec in specs}
     others = [spec for spec, kernel in bundled.items() if kernel is None]
     try:
@@ -184,19 +142,7 @@ def _found(bundles: Bundles, specs: Sequence[Declaration]) -> dict[Declaration, 
 
 
 def _build(specs: Sequence[Declaration]) -> dict[Declaration, Artifact]:
-    # What compiles is half of this package, and not needed where a bundle has every kernel.
+    # The compiling code is half of this package, and not needed if a bundle has every kernel.
     from cutlass_ops.compilation.builder import build_many
 
     return dict(zip(specs, build_many(specs), strict=True))
-
-
-def _stored(spec: KernelSpec, *, quickly: bool) -> Artifact | None:
-    from cutlass_ops.compilation import lookup
-
-    return lookup.recalled(spec) if quickly else lookup.stored(spec)
-
-
-def _fetched(spec: KernelSpec) -> Artifact | None:
-    from cutlass_ops.compilation.builder import fetched
-
-    return fetched(spec)

@@ -7,21 +7,28 @@ when the program runs. Ops are looked up during tracing and become constants of 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.run import casting, flops, portable, scalars, sizes, watching
+from cutlass_ops.epilogue.trace import epilogue_given
+from cutlass_ops.operand import scalars, sizes, watching
+from cutlass_ops.operand.results import FP8, Outputs, scale_strides, usual_dtype
+from cutlass_ops.operand.tensors import require_tensor
+from cutlass_ops.run import casting, flops, portable
 from cutlass_ops.run.portable import Portable
-from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
-from cutlass_ops.run.tensors import require_tensor
 
 Made = TypeVar("Made", bound=Portable)
 P = ParamSpec("P")
@@ -34,7 +41,7 @@ Result = TypeVar("Result")
 class _Choice(threading.local):
     """Whether calls that autograd records store values for the backward, in this thread."""
 
-    # An attribute of the object from the start: of one that comes later, compiled functions would not notice.
+    # The object has this attribute from the start: compiled functions would not notice a later one.
     def __init__(self) -> None:
         self.recompute = False
 
@@ -91,7 +98,7 @@ class Traced:
     def __init__(self, about: str) -> None:
         names, products, scalars, outputs, self.op = about.split(";", 4)
         made_by = self.op[: self.op.find(":") + 1]
-        # An exact kernel converts nothing, and a call that names its arithmetic is served in it.
+        # An exact kernel converts nothing, and a call that names its arithmetic gets it.
         self.autocasts = not any(f' {{"{how}":' in made_by for how in (portable.EXACT, "math"))
         of_forms = [name.partition(":") for name in names.split(",")] if names else []
         self.names = tuple(name for name, _, _ in of_forms)
@@ -157,8 +164,8 @@ class Traced:
     def _copied(self, arguments: Sequence[Any], given: Sequence[Any]) -> bool:
         """Write outputs by copies, in a program that is compiled; return False if the operator has to write them.
 
-        What Inductor makes of an operator that writes a view, such as ``cache[i]``, writes the same place for every i,
-        and autograd does not see what it overwrites (PyTorch 2.13).
+        If an operator writes a view such as ``cache[i]``, Inductor's program writes the same place for every i, and
+        autograd does not see what is overwritten (PyTorch 2.13).
         """
         if self.form:  # rows of no group stay as they are
             found = [x.clone() for x in given]
@@ -186,7 +193,7 @@ class Traced:
         # Batches of A and B broadcast; with a single B, those of A are rows.
         lead: tuple[int, ...] = ()
         if self.form == RAGGED_K.name:
-            lead = tuple(values[0].shape)  # that of offsets
+            lead = tuple(values[0].shape)  # the device of offsets
         elif b.ndim > 2 and not self.form:
             lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
         by_rows = self.form in (GROUPED.name, MASKED.name)  # D has x's rows, in x's dimensions
@@ -211,27 +218,29 @@ class Traced:
 
 
 NO_SECOND_GRADIENT = (
-    "{} requires grad, and grouped_gemm_wgrad has no backward: call it under torch.no_grad(), or in a "
-    "torch.autograd.Function. Gradients of grouped_gemm's weights are not differentiated again"
+    "{} requires grad, and a sum over each group's rows has no backward: call it under torch.no_grad(), or in a "
+    "torch.autograd.Function. Gradients of the weights of groups are not differentiated again"
 )
 
-# What an output may be stored as that is not D's type, by the name in the string.
+# Types of outputs other than D's type, by their names in the string.
 _STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*dtypes.REDUCED, *dtypes.FP8)}
 
 
 def is_elsewhere(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> bool:
-    """Whether a call must take :func:`detour`: PyTorch watches, or an argument is not just its memory."""
+    """Whether a call must take :func:`detour`: PyTorch watches, or an argument is more than its memory."""
     return watching.is_watched() or any(map(watching.is_special, _arguments(a, b, inputs, out)))
 
 
 def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
     """Make a call through PyTorch: modes see an operator, and tensor subclasses override it.
 
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        If a kernel cannot read an argument. The message says what to pass.
+    Raises TypeError, ValueError or NotImplementedError if a kernel cannot read an argument.
     """
+    if out is None and _is_plain(called, a, b, inputs) and watching.is_differentiated(a, b, *inputs):
+        flops.count()
+        recorder, results = _record_directly(called, a, b, inputs, out_dtype, _CHOICE.recompute)
+        called.recorders[kind_of_recorded(a, b, inputs, out_dtype)] = recorder
+        return results[0] if len(results) == 1 else Outputs(tuple(o.name for o in called.graph.outputs), results)
     entry = Traced(called.about)
     values = _arguments(a, b, inputs, out)
     overriding = tuple(filter(watching.overrides, values))
@@ -249,7 +258,7 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     differentiated = watching.is_differentiated(a, b, *inputs)
-    if differentiated:  # that what should be a tensor is one, PyTorch would say in words of its own
+    if differentiated:  # PyTorch would raise its own error for an argument that is no tensor
         for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
             if name not in (*entry.scalars, *entry.integers):
                 require_tensor(name, value)
@@ -264,6 +273,53 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
     return called.run_plain(a, b, tuple(inputs), out, out_dtype)
 
 
+def late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function whose module is imported at its first call: most programs need no gradients, for example."""
+    path = f"cutlass_ops.run.{module}"
+
+    def function(*arguments: Any) -> Any:
+        return getattr(sys.modules.get(path) or importlib.import_module(path), name)(*arguments)
+
+    return function
+
+
+_record_directly = late("recorded", "record_directly")
+
+
+def _is_plain(called: Portable, a: Any, b: Any, inputs: Sequence[Any]) -> bool:
+    """Whether nothing watches a call, and its arguments are numbers and plain tensors.
+
+    PyTorch's dispatcher would only pass such a call on, and would take longer than all else. Scalars are numbers here.
+    """
+    if watching.is_watched() or called.form == RAGGED_K:
+        return False
+    for x, is_number in zip((a, b, *inputs), (False, False, *called.are_numbers), strict=True):
+        if is_number and type(x) is float:
+            continue
+        if is_number or type(x) not in (Tensor, Parameter) or not watching.is_memory(x):
+            return False
+    return True
+
+
+def kind_of_recorded(a: Any, b: Any, inputs: Sequence[Any], out_dtype: torch.dtype | None) -> Any:
+    """Return everything that decides how autograd records a call; None if it needs a closer look.
+
+    It checks of tensors what a warm call checks: see ``watching.is_memory``.
+    """
+    found = [out_dtype, _CHOICE.recompute]
+    for x in (a, b, *inputs):
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if x.is_neg():
+                return None
+            found += (x.requires_grad, x.dtype)
+        elif kind is float:
+            found.append(None)
+        else:
+            return None
+    return tuple(found)
+
+
 def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ...]:
     return (a, b, *inputs, *(out.values() if isinstance(out, Mapping) else (out,)))
 
@@ -273,7 +329,7 @@ def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ..
 _REMEMBERED: dict[str, Callable[..., Portable]] = {}
 
 
-# What makes an op that multiplies FP32 operands in some type, from another op's string.
+# The maker of an op that multiplies FP32 operands in some type, from another op's string.
 _IN_MATH = "cutlass_ops.run.ops.op_in_math"
 
 
@@ -288,8 +344,12 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
 
     @functools.wraps(make)
     def made(*args: Any) -> Made:
-        # The cache would take a default that is given for another argument.
+        # To the cache, an explicit default would be another argument.
         args = (*args, *defaults[len(defaults) + len(args) - count :]) if len(args) < count else args
+        for x in args:
+            if isinstance(x, FunctionType):  # the cache would keep the function, and what it closes over
+                args = tuple(epilogue_given(x) if isinstance(x, FunctionType) else x for x in args)
+                break
         if torch.compiler.is_dynamo_compiling():
             plain: list[Any] = []
             for x in args:
@@ -323,22 +383,41 @@ def inputs_of(
     return tuple(values)
 
 
+def called_with(op: str, tensors: Any, numbers: Any, places: Any) -> tuple[Portable, tuple[Tensor | float, ...]]:
+    """Return the op or kernel that a program calls, and the inputs that it gives.
+
+    Raises ConfigError if no op has this name, or if it takes another number of inputs.
+    """
+    called = portable.find(op)
+    inputs = inputs_of(tensors, numbers, places) if len(numbers or ()) == len(places or ()) else ()
+    if len(inputs) != len(called.form.operands) + len(called.graph.inputs):
+        raise ConfigError(
+            f"the program gives {called!r} {len(tensors or ())} tensors and {len(numbers or ())} numbers in "
+            f"{len(places or ())} places besides a and b, and its inputs are ({', '.join(called.inputs)}): "
+            "export it again"
+        )
+    return called, inputs
+
+
 def run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Return the results of a call that autograd does not record."""
-    return _listed(portable.find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype))
+    called, inputs = called_with(op, tensors, numbers, places)
+    return _listed(called.run_plain(a, b, inputs, None, out_dtype))
 
 
 def run_warm(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Return the results of a call that only repeats another one; None of any other."""
+    """Return the results of a call that only repeats another one; None for other calls."""
     if watching.is_watched():
         return None
-    found = portable.find(op).run_warm(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
+    called, inputs = called_with(op, tensors, numbers, places)
+    found = called.run_warm(a, b, inputs, None, out_dtype)
     return None if found is None else _listed(found)
 
 
 def run_new(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Return the results of a call of which :func:`run_warm` returned None, and which nothing watches."""
-    return _listed(portable.find(op).run_new(a, b, inputs_of(tensors, numbers, places), None, out_dtype))
+    """Return the results of a call for which :func:`run_warm` returned None, and which nothing watches."""
+    called, inputs = called_with(op, tensors, numbers, places)
+    return _listed(called.run_new(a, b, inputs, None, out_dtype))
 
 
 def _listed(found: Any) -> list[Tensor]:
@@ -346,14 +425,18 @@ def _listed(found: Any) -> list[Tensor]:
 
 
 def _run_out(op, a, b, tensors, numbers, places, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    called = portable.find(op)
-    given = out[0] if len(out) == 1 else dict(zip(Traced(called.about).outputs, out, strict=True))
-    called.run_plain(a, b, inputs_of(tensors, numbers, places), given, None)
+    called, inputs = called_with(op, tensors, numbers, places)
+    outputs = [o.name for o in called.graph.outputs]
+    if len(out) != len(outputs):
+        raise ConfigError(f"the program gives {called!r} {len(out)} outputs, and it has {', '.join(outputs)}")
+    given = out[0] if len(out) == 1 else dict(zip(outputs, out, strict=True))
+    called.run_plain(a, b, inputs, given, None)
 
 
 def shapes(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Return the results of an operator without data."""
-    return portable.find(op).results_of(a, b, inputs_of(tensors, numbers, places), out_dtype)
+    called, inputs = called_with(op, tensors, numbers, places)
+    return called.results_of(a, b, inputs, out_dtype)
 
 
 def refuse_vmap(*_):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN201
@@ -365,17 +448,7 @@ _LIBRARY = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untype
 
 
 def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Define a PyTorch operator.
-
-    Parameters
-    ----------
-    schema : str
-        Name, arguments and results, in PyTorch's notation.
-    run : callable
-        Computes the results.
-    shapes : callable
-        Takes the same arguments and returns results without data.
-    """
+    """Define a PyTorch operator by its schema, in PyTorch's notation. `shapes` returns results without data."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -384,20 +457,12 @@ def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
 
 
 def override(name: str, run: Callable[..., Any], key: str) -> None:
-    """Have a function run where one of PyTorch's dispatch keys meets an operator."""
+    """Register a function for an operator under one of PyTorch's dispatch keys."""
     _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
 
 
 def count_changes(name: str, written: Callable[..., Sequence[Tensor]]) -> None:
-    """Have autograd notice what an operator overwrites.
-
-    Parameters
-    ----------
-    name : str
-        The operator.
-    written : callable
-        Takes its arguments, and returns the tensors that it writes.
-    """
+    """Tell autograd what an operator overwrites: `written` returns these tensors from the operator's arguments."""
     operator = getattr(torch.ops.cutlass_ops, name).default
 
     def run(*arguments: Any) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from math import isinf
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cutlass_ops.base import arch, session
@@ -21,19 +23,22 @@ from cutlass_ops.base.mma import Math
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import casting, portable, traced, watching
-from cutlass_ops.run.call import Call
-from cutlass_ops.run.inputs import integer, scalar
+from cutlass_ops.operand import watching
+from cutlass_ops.operand.call import Call
+from cutlass_ops.operand.inputs import integer, scalar
+from cutlass_ops.operand.results import Outputs
+from cutlass_ops.operand.scalars import BEYOND_FP32
+from cutlass_ops.operand.tensors import require_tensor
+from cutlass_ops.run import casting, portable, traced
 from cutlass_ops.run.plan import AnyPlan, Given, Plan
-from cutlass_ops.run.results import Outputs
-from cutlass_ops.run.scalars import BEYOND_FP32
+from cutlass_ops.run.values import VALUES, Groups
 
 if TYPE_CHECKING:
-    from cutlass_ops.run.rows import Rows
+    from cutlass_ops.run.cold import Rows
 
-# Bound here for warm calls: looking them up in their modules takes as long as calling them.
+# Bound here for warm calls: a look-up in their modules takes as long as a call.
 _is_traced = torch.compiler.is_dynamo_compiling
-_grad_enabled = torch.is_grad_enabled
+_grad_enabled, _inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
@@ -50,48 +55,31 @@ _ALL: weakref.WeakSet[Warm] = weakref.WeakSet()
 
 
 class Warm(portable.Portable):
-    """Base of ops and exact kernels: remembers how a call was served and serves like calls the same way.
+    """Base of ops and exact kernels: remembers how a call was served and serves similar calls in the same way.
 
-    Parameters
-    ----------
-    name : str
-        Name in messages.
-    graph : Graph
-        The epilogue.
-    form : Form
-        How the GEMMs of a call belong together. Its operands are taken as inputs before the epilogue's.
-
-    Attributes
-    ----------
-    served_warm : int
-        Calls that a remembered plan served. Both counts are approximate if threads call at the same time.
-    refused_warm : int
-        Calls at known shapes that no remembered plan took, since an alignment, a major or a dtype differs. Each took
-        the slow path.
-    copied_inputs : int
-        Inputs that were copied because they repeat values, as broadcast ones do. No kernel reads them so.
-    copied_operands : int
-        Matrices that kernels copied ahead of multiplying them, since TMA or ``wgmma`` cannot read them as they lie.
-        Launches that were prepared, or captured in a CUDA graph, are not counted again.
+    Five counters are approximate if threads call at the same time. `served_warm` counts calls that a remembered plan
+    served. `refused_warm` counts calls at known shapes that took the slow path, since an alignment, a major or a dtype
+    differs from each plan. `served_by_pytorch` counts calls whose kernel was not there yet, or cannot be had.
+    `copied_inputs` counts inputs copied because they repeat values, as broadcast ones do. `copied_operands` counts
+    matrices that kernels copied first, since TMA or ``wgmma`` cannot read their layout; replays of prepared launches
+    and CUDA graphs are not counted.
     """
 
     # Whether torch.autocast decides the operands' dtype.
     autocasts = True
-    # What a function that calls this op calls a, b and inputs, in parentheses, for messages.
-    whose = ""
 
     def __init__(self, name: str, graph: Graph, form: Form = DENSE) -> None:
         self.name = self.__name__ = name
         self.graph = graph
         self.names = (*form.operands, *(i.name for i in graph.inputs))
         self.outputs = tuple(o.name for o in graph.outputs)
-        self.served_warm = self.refused_warm = self.copied_inputs = self.copied_operands = 0
+        self.served_warm = self.served_by_pytorch = self.refused_warm = self.copied_inputs = self.copied_operands = 0
         readers = {Kind.SCALAR: scalar, Kind.INTEGER: integer}
-        # Of inputs that are numbers: the name, and what looks at one.
+        # For each input that is a number: its name, and the function that reads it.
         self._scalars = (None,) * len(form.operands) + tuple(
             (i.name, readers[i.kind]) if i.kind in readers else None for i in graph.inputs
         )
-        # Where they are, and the type that needs no look.
+        # Their positions, and the type that needs no reader.
         self._numbers = tuple(
             (at, float if of[1] is scalar else None) for at, of in enumerate(self._scalars) if of is not None
         )
@@ -101,7 +89,7 @@ class Warm(portable.Portable):
         self._output_names = frozenset(self.outputs)
         self._others_not_given = (None,) * (len(self.outputs) - 1)
         self._plans: dict[tuple[Any, ...], _Weight] = {}
-        self._remembered = 0  # shapes, those included that have been replaced
+        self._remembered = 0  # shapes, including those that have been replaced
         _ALL.add(self)
 
     def __call__(
@@ -109,12 +97,16 @@ class Warm(portable.Portable):
         a: Tensor,
         b: Tensor,
         *inputs: Any,
+        groups: Groups | None = None,
         out: Any = None,
         out_dtype: torch.dtype | None = None,
         math: Math | None = None,
         **named: Any,
     ) -> Any:
         """Run it. Its own documentation has shapes and errors."""
+        if groups is not None or isinstance(a, VALUES) or isinstance(b, VALUES):
+            op, tensors = self.flattened(a, b, groups)
+            return op(*tensors, *inputs, out=out, out_dtype=out_dtype, math=math, **named)
         if math is not None:
             return self.in_math(math)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if _is_traced():
@@ -136,6 +128,12 @@ class Warm(portable.Portable):
             results = self._run_warm(a, b, inputs, out, out_dtype)
             if results is not None:
                 return results
+            if self.recorders and out is None and _grad_enabled():
+                results = self._run_recorded(a, b, inputs, out_dtype)
+                if results is not None:
+                    return results
+        if any(x is None for x in inputs):
+            self.positional(inputs, {})  # the error says what to call
         if traced.is_elsewhere(a, b, inputs, out):
             return traced.detour(self, a, b, inputs, out, out_dtype)
         return self._run_cold(a, b, inputs, out, out_dtype)
@@ -160,43 +158,28 @@ class Warm(portable.Portable):
         return tuple(x if of is None else of[1](of[0], x) for of, x in zip(self._scalars, inputs, strict=True))
 
     def in_math(self, math: Math) -> Any:
-        """Return what multiplies FP32 operands in another type: see ``math`` of :func:`cutlass_ops.gemm`.
-
-        Raises
-        ------
-        TypeError
-            If nothing does.
-        """
+        """Return this op with another ``math`` (see :func:`cutlass_ops.gemm`). Raises TypeError if there is none."""
         raise TypeError(f"{self.name} takes no math: omit it. Ops such as cutlass_ops.gemm take math")
+
+    def flattened(self, a: Any, b: Any, groups: Any) -> tuple[Warm, tuple[Any, ...]]:
+        """Return the op of a call with operand values, and its tensors. Raises TypeError if there is none."""
+        require_tensor("a", a)
+        require_tensor("b", b)
+        raise TypeError(f"{self.name} takes no groups: pass them to cutlass_ops.gemm")
 
     @abstractmethod
     def checked_call(
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
-        """Check a call's arguments, the inputs by position, and allocate missing outputs.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument does not fit. The message names it.
-        """
+        """Check arguments, with inputs by position, and allocate outputs. Raises TypeError or ValueError."""
 
     @abstractmethod
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Check a call, serve it, and remember how."""
 
     def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return inputs given by position and by name in the epilogue's order.
-
-        Raises
-        ------
-        TypeError
-            If one is missing, unknown or given twice.
-        """
-        try:
-            return portable.bind(self.name, self.names, inputs, named)
-        except TypeError as exc:
-            raise TypeError(f"{exc}{self.whose}") from None
+        """Return all inputs in order. Raises TypeError if one is missing, unknown or given twice."""
+        return portable.bind(self.name, self.names, inputs, named)
 
     def wrap(self, call: Call) -> Any:
         """Return a call's results to the caller: D, or a named tuple with D first."""
@@ -205,7 +188,9 @@ class Warm(portable.Portable):
 
     def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run a call by a remembered plan; None if there is none, or if its arguments need checking."""
-        # Inlined: a function call for each argument would cost as much as the rest.
+        if forward_ad._current_level >= 0:  # an argument may have a tangent
+            return None
+        # Inlined: a function call for each argument would cost as much as the rest. See watching.is_memory.
         grad = _grad_enabled()
         for x in (a, b, *inputs):
             kind = type(x)
@@ -221,7 +206,7 @@ class Warm(portable.Portable):
         dtypes: Any = out_dtype
         if type(out) is Tensor:
             dtypes = out.dtype
-            if out_dtype is not None and dtypes != out_dtype:
+            if out.is_neg() or (grad and out.requires_grad) or (out_dtype is not None and dtypes != out_dtype):
                 return None
             given = (out,) if self._has_one_output else (out, *self._others_not_given)
         elif out is not None:
@@ -238,9 +223,9 @@ class Warm(portable.Portable):
             key = b.shape, a.dtype, dtypes, a.get_device()
             weight = self._plans.get(key)
             plan = None if weight is None else weight.plans.get(a.shape)
-            # Where several plans are, the kernels that ask least come last, and the others may refuse.
+            # If there are several plans, the kernels with the lowest alignment come last, and the others may refuse.
             low = isinstance(plan, tuple) and (a.data_ptr() | b.data_ptr()) % _LINE
-        # Not a tensor, or one without shape or memory; or something else than a dtype.
+        # Not a tensor, or one without shape or memory; or not a dtype.
         except (AttributeError, RuntimeError, TypeError):
             return None
         if weight is None:
@@ -248,26 +233,39 @@ class Warm(portable.Portable):
         if plan is None:
             return self._run_at_other_rows(key, weight.rows, a, b, inputs, given)
         if isinstance(plan, tuple):
-            results, copies = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given, bool(low))
+            results, plan = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given, bool(low))
         else:
-            results, copies = plan.run(a, b, inputs, given), plan.copies
+            results = plan.run(a, b, inputs, given)
         if results is None:
             self.refused_warm += 1
             return None
         self.served_warm += 1
-        self.copied_operands += copies
+        self.served_by_pytorch += plan.by_pytorch
+        self.copied_operands += plan.copies
+        return results[0] if self._has_one_output else Outputs(self.outputs, results)
+
+    def _run_recorded(self, a: Any, b: Any, inputs: tuple[Any, ...], out_dtype: torch.dtype | None) -> Any:
+        """Run a call that autograd records as a similar call was recorded; None if there was none."""
+        if _inference_mode() or forward_ad._current_level >= 0:
+            return None
+        recorder = self.recorders.get(traced.kind_of_recorded(a, b, inputs, out_dtype))
+        if recorder is None:
+            return None
+        results = recorder(a, b, inputs)
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
 
     def _run_at_other_rows(
         self, key: tuple[Any, ...], rows: Rows | None, a: Any, b: Any, inputs: tuple[Any, ...], given: Given
     ) -> Any:
         """Run a call whose number of rows is new, and remember how; None if it needs checking."""
-        plan = None if rows is None else rows.plan(a.shape)
+        if rows is None:
+            return None
+        plan = rows.plan(a.shape)
         results = None if plan is None else plan.run(a, b, inputs, given)
-        if rows is None or plan is None or results is None:
+        if plan is None or results is None:
             return None
         self.copied_operands += plan.copies
-        shape = (*plan.shape[:-1], rows.decision.problem.k)  # a.shape, of numbers that are kept already
+        shape = (*plan.d[0][:-1], rows.decision.problem.k)  # a.shape, with numbers that exist already
         self._weight(key, rows).plans[shape] = plan
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
 
@@ -285,7 +283,7 @@ class Warm(portable.Portable):
         return given if d is None or out_dtype is None or d.dtype == out_dtype else None
 
     def _run_spread(self, call: Call, a: Tensor, b: Tensor, out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run a checked call with broadcast inputs as one like it ran before; None if there was none."""
+        """Run a checked call with broadcast inputs as a similar call ran before; None if there was none."""
         arguments = call.arguments
         if not arguments.spread and not arguments.copied:
             return None
@@ -299,17 +297,21 @@ class Warm(portable.Portable):
         b: Tensor,
         out_dtype: torch.dtype | None,
         rows: Rows | None = None,
+        until: Future[Any] | None = None,
     ) -> None:
-        """Remember a plan for calls like this one, and what plans those with other numbers of rows."""
-        # The cheap part of what decides the kernel. The kernel checks the rest.
-        weight = self._weight((b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()), rows)
+        """Remember a plan for similar calls until a future is done, and what plans other numbers of rows."""
+        # The key is the cheap part of what decides the kernel. The kernel checks the rest.
+        weight = self._weight(_key(call, a, b, out_dtype), rows)
         others = [p for p in _each(weight.plans.get(a.shape)) if not p.same_as(plan)]
         # Kernels of low alignment also take aligned operands, and are slower: they come last.
         found = sorted((plan, *others[: _PLANS_A_SHAPE - 1]), key=lambda p: p.alignment, reverse=True)
         weight.plans[a.shape] = tuple(found) if others else plan
+        if until is not None:
+            shape = a.shape  # not the tensor
+            until.add_done_callback(lambda _: weight.forget(shape, plan))
 
     def _weight(self, key: tuple[Any, ...], rows: Rows | None) -> _Weight:
-        """Return what is known of a weight, with room for one more plan."""
+        """Return what is known about a weight, with room for one more plan."""
         self._remembered += 1
         if self._remembered > _MAX_PLANS:
             self._plans, self._remembered = {}, 1
@@ -317,24 +319,23 @@ class Warm(portable.Portable):
         weight.rows = rows or weight.rows
         return weight
 
-    def _forget(self, plan: AnyPlan) -> None:
-        """Have a plan serve no further call. Another thread may call meanwhile."""
-        for weight in list(self._plans.values()):
-            for shape, plans in list(weight.plans.items()):
-                if plans is plan:
-                    weight.plans.pop(shape, None)
-                elif type(plans) is tuple and plan in plans:
-                    weight.plans[shape] = tuple(p for p in plans if p is not plan)
-
 
 class _Weight:
-    """How calls with one weight are served: a plan for each shape of A, or several where calls differ in more."""
+    """How calls with one weight are served: a plan for each shape of A, or several if calls differ in more."""
 
     __slots__ = ("plans", "rows")
 
     def __init__(self) -> None:
         self.plans: dict[tuple[int, ...], AnyPlan | tuple[AnyPlan, ...]] = {}
         self.rows: Rows | None = None
+
+    def forget(self, shape: tuple[int, ...], plan: AnyPlan) -> None:
+        """Make a plan serve no further call. Another thread may call meanwhile."""
+        left = tuple(each for each in _each(self.plans.get(shape)) if each is not plan)
+        if left:
+            self.plans[shape] = left
+        else:
+            self.plans.pop(shape, None)
 
 
 def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
@@ -345,23 +346,25 @@ def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
 
 def _run_one_of(
     plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool
-) -> tuple[tuple[Tensor, ...] | None, int]:
-    """Run a call by the first plan that takes it. Return the results, and how many matrices it copies."""
+) -> tuple[tuple[Tensor, ...] | None, AnyPlan]:
+    """Run a call by the first plan that takes it. Return the results, and the plan; None and any plan if none does."""
     first = plans[0]
     if given is None and type(first) is Plan:
-        given = first.new_outputs(a)  # of every plan here, so that a refusal costs no allocation
+        given = first.new_outputs(a)  # for every plan here, so that a refusal costs no allocation
     for plan in plans:
         results = plan.run(a, b, inputs, given, low)
         if results is not None:
-            return results, plan.copies
-    return None, 0
+            return results, plan
+    return None, first
+
+
+def _key(call: Call, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Return what calls with one weight have in common."""
+    return b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()
 
 
 def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:
-    """Return the requested dtypes of outputs: D's, and the others' if any is given.
-
-    They decide the dtypes of allocated outputs.
-    """
+    """Return the requested dtypes of outputs, which allocated outputs get: D's, and the others' if any is given."""
     d, *others = given
     of_d = out_dtype if d is None else d.dtype
     of_others = tuple(None if x is None else x.dtype for x in others)
@@ -371,7 +374,7 @@ def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> An
 def _forget() -> None:
     # Another session has other kernels. A warm call does not ask for the session.
     for each in list(_ALL):
-        each._plans, each._remembered = {}, 0
+        each._plans, each._remembered, each.recorders = {}, 0, {}
 
 
 session.forget_at_change(_forget)

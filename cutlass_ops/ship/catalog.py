@@ -16,12 +16,14 @@ from pathlib import Path
 
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.base import checked_json, resources
-from cutlass_ops.base.atomic import replacing
+from cutlass_ops.base.disk import replacing
 from cutlass_ops.base.errors import ConfigError, ToolchainError
-from cutlass_ops.declare.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import ClusterShape, Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import render
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST = 64 << 20
@@ -39,17 +41,9 @@ _FILE = re.compile(r"sm_\w+/\w+\.cu")
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel of the catalogue.
+    """One kernel of the catalogue."""
 
-    Attributes
-    ----------
-    op : str
-        Name of the op, or of the kernel.
-    spec : KernelSpec
-        The declaration.
-    """
-
-    op: str
+    op: str  # name of the op, or of the kernel
     spec: KernelSpec
 
     @property
@@ -68,24 +62,7 @@ def default() -> tuple[Entry, ...]:
 
 
 def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
-    """Render a catalogue.
-
-    Parameters
-    ----------
-    entries : sequence of Entry, optional
-        The default is :func:`default`.
-
-    Returns
-    -------
-    dict of str to str
-        File contents by relative path: the sources, and a manifest with versions, declarations and SHA-256 digests. The
-        output is deterministic.
-
-    Raises
-    ------
-    ToolchainError
-        If ``cutlass_ops[build]`` is not installed.
-    """
+    """Render a catalogue."""
     entries = default() if entries is None else entries
     sources = {entry.file: render.render(entry.spec) for entry in entries}
     head = {
@@ -102,7 +79,10 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
         }
         for entry in entries
     ]
-    return sources | {MANIFEST: _manifest(head, kernels)}
+    # One line for each kernel, so that a diff shows which kernels changed.
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    rows = ",\n".join(f"  {json.dumps(kernel, sort_keys=True)}" for kernel in kernels)
+    return sources | {MANIFEST: "\n".join(["{", *lines, ' "kernels": [', rows, " ]", "}", ""])}
 
 
 def _cutlass_version() -> str:
@@ -115,13 +95,6 @@ def _cutlass_version() -> str:
         ) from None
 
 
-def _manifest(head: dict[str, object], kernels: list[dict[str, object]]) -> str:
-    """Write one line per kernel, so that a diff shows which kernels changed."""
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-    rows = ",\n".join(f"  {json.dumps(kernel, sort_keys=True)}" for kernel in kernels)
-    return "\n".join(["{", *lines, ' "kernels": [', rows, " ]", "}", ""])
-
-
 def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
     """Return the sorted paths that :func:`write` would write or remove in a folder."""
     wanted = files(entries)
@@ -129,27 +102,7 @@ def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
 
 def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
-    """Bring a folder up to date with a catalogue. Each file is written atomically, and an interrupted run can resume.
-
-    Parameters
-    ----------
-    folder : Path
-        Created if missing. Files that are not in the folder's manifest are left alone.
-    entries : sequence of Entry, optional
-        The default is :func:`default`.
-
-    Returns
-    -------
-    list of str
-        Sorted paths of the files that were written or removed.
-
-    Raises
-    ------
-    ToolchainError
-        As for :func:`files`.
-    OSError
-        If the folder cannot be written.
-    """
+    """Bring a folder up to date with a catalogue, and return what changed. An interrupted run can resume."""
     wanted = files(entries)
     changed, abandoned = _differing(folder, wanted), _abandoned(folder, wanted)
     for name in sorted(changed - {MANIFEST}):

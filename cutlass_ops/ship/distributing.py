@@ -32,8 +32,8 @@ from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.declare.spelling import INPUT_DTYPES
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import gated
-from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.run.ops import Op, graph_op
 from cutlass_ops.ship import packing, pools, shipping
 from cutlass_ops.ship.pools import Pool
@@ -48,22 +48,13 @@ _ALIGNED = Problem(1024, 4096, 4096)
 
 @dataclass(frozen=True)
 class Part:
-    """The kernels of one signature.
+    """The kernels of one signature."""
 
-    Attributes
-    ----------
-    op, dtype : str
-        Name of the op, and dtype of A and B.
-    pool : Pool
-        What was chosen.
-    specs : tuple of KernelSpec
-        Its kernels.
-    """
-
+    # Name of the op, and dtype of A and B.
     op: str
     dtype: str
-    pool: Pool
-    specs: tuple[KernelSpec, ...]
+    pool: Pool  # what was chosen
+    specs: tuple[KernelSpec, ...]  # its kernels
 
 
 def name_of(arch: str) -> str:
@@ -79,22 +70,7 @@ def parts(
     behind: float = BEHIND,
     most: int | None = None,
 ) -> tuple[Part, ...]:
-    """Choose the pools of a distribution. Nothing is compiled.
-
-    Parameters
-    ----------
-    arch : str
-        One of sm_80, sm_86, sm_89 and sm_90a.
-    ops, dtypes_of_a : iterable of str
-        Named ops, and dtypes of A and B.
-    behind, most
-        As for :func:`cutlass_ops.ship.pools.pool`.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such architecture or op, or no kernel of it for a dtype.
-    """
+    """Choose the pools of a distribution. Nothing is compiled."""
     require_arch(arch)
     devices = devices_of(arch)
     found: dict[OpSignature, Part] = {}
@@ -132,10 +108,7 @@ def require_served(arch: str, ops: Iterable[str], dtypes_of_a: Iterable[str]) ->
 
 
 def devices_of(arch: str) -> tuple[Device, ...]:
-    """Return the devices for which an architecture's pools are chosen, first the one that its target stands for.
-
-    They are those that have tables, else all that are known.
-    """
+    """Return the devices for which an architecture's pools are chosen, first the one that its target stands for."""
     first = BY_TARGET[arch]
     known = [first, *(chip.device for chip in CHIPS.values() if chip.device != first)]
     here = [device for device in known if device.capability == first.capability]
@@ -182,33 +155,7 @@ def build(
     jobs: int | None = None,
     executor: Executor | None = None,
 ) -> Path:
-    """Compile what the store lacks, and write the wheel. The same kernels give the same bytes.
-
-    Parameters
-    ----------
-    arch : str
-        The architecture.
-    of : sequence of Part
-        Its kernels, by :func:`parts`.
-    folder : Path
-        Output folder.
-    version : str, optional
-        The distribution's version; by default this library's.
-    private_key : Path, optional
-        PEM file of an Ed25519 key to sign each bundle with.
-    jobs, executor
-        As for :func:`cutlass_ops.compilation.builder.build_many`.
-
-    Returns
-    -------
-    Path
-        The wheel.
-
-    Raises
-    ------
-    CompileError, ToolchainError, StoreError, BundleError, OSError
-        If a kernel cannot be built, or the wheel cannot be written.
-    """
+    """Compile what the store lacks, and write the wheel. The same kernels give the same bytes."""
     specs = [spec for part in of for spec in part.specs]
     built = dict(zip(specs, build_many(specs, jobs=jobs, executor=executor), strict=True))
     bundles = {}

@@ -19,7 +19,7 @@ from cutlass_ops.artifacts.installed import GROUP, NAMESPACE, SUFFIX
 from cutlass_ops.artifacts.manifest import Manifest, table_name
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json, resources
-from cutlass_ops.base.atomic import replacing
+from cutlass_ops.base.disk import replacing
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.compilation.toolchain import Toolchain
 from cutlass_ops.ship.shipping import Catalogue, shipment
@@ -32,38 +32,13 @@ _FIRST_DAY = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Packed:
-    """A bundle's contents before they are written.
-
-    Attributes
-    ----------
-    manifest : Manifest
-        The manifest.
-    files : mapping of str to bytes
-        Kernels, sources and tables by name.
-    """
+    """A bundle's contents before they are written."""
 
     manifest: Manifest
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes]  # kernels, sources and tables by name
 
     def write(self, path: Path, *, private_key: Path | None = None, folder: bool = False) -> Bundle:
-        """Write the bundle, then open it.
-
-        Parameters
-        ----------
-        path : Path
-            Output path. An existing archive is replaced; an existing folder is an error.
-        private_key : Path, optional
-            PEM file of an Ed25519 key to sign the manifest with.
-        folder : bool
-            Whether to write a folder instead of an archive.
-
-        Raises
-        ------
-        ValueError
-            If the folder already exists, or the key cannot be used.
-        BundleError, OSError
-            If it cannot be written.
-        """
+        """Write the bundle, then open it."""
         write_bundle(path, self.manifest, self.files, private_key=private_key, folder=folder)
         return open_bundle(path)
 
@@ -76,24 +51,7 @@ def pack(
     toolchain: Toolchain | None = None,
     executor: Executor | None = None,
 ) -> Packed:
-    """Build and pack everything in a catalogue. No GPU is needed.
-
-    Parameters
-    ----------
-    catalogue : Catalogue
-        The catalogue.
-    jobs, store, toolchain, executor
-        As for :func:`cutlass_ops.compilation.builder.build_many`.
-
-    Raises
-    ------
-    ConfigError
-        If no kernel supports an entry of the catalogue.
-    BundleError
-        If the kernels come from several toolchains.
-    CompileError, ToolchainError, StoreError, MissingKernelError
-        If a kernel cannot be built.
-    """
+    """Build and pack everything in a catalogue. No GPU is needed."""
     wanted = shipment(catalogue)
     artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
     tables = [checked_json.canonical(table.to_json()) for table in wanted.tables]
@@ -112,52 +70,14 @@ def packed(manifest: Manifest, artifacts: Sequence[Artifact], tables: Sequence[b
 
 
 def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = None) -> Path:
-    """Pack a bundle into a wheel. Once the wheel is installed, the library finds the bundle by itself.
-
-    Parameters
-    ----------
-    bundle : Path
-        The archive.
-    folder : Path
-        Output folder.
-    name : str
-        Name of the distribution, such as ``"my-kernels"``.
-    version : str, optional
-        The default is this library's version plus the first 12 digits of the bundle's SHA-256.
-
-    Returns
-    -------
-    Path
-        The wheel, for Linux on x86-64 and any Python 3.
-
-    Raises
-    ------
-    ValueError
-        If the name or the version is not valid for a package.
-    OSError
-        If it cannot be written.
-    """
+    """Pack a bundle into a wheel. Once the wheel is installed, the library finds the bundle by itself."""
     data = bundle.read_bytes()
     version = version or f"{resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
     return write_distribution({f"{_stem(name)}{SUFFIX}": data}, folder, name, version)
 
 
 def write_distribution(bundles: Mapping[str, bytes], folder: Path, name: str, version: str) -> Path:
-    """Pack bundles into a wheel. The same bundles give the same bytes.
-
-    Parameters
-    ----------
-    bundles : mapping of str to bytes
-        Archives by the names of their files. One named by :func:`cutlass_ops.artifacts.installed.file_name` is opened
-        for calls of its signature only.
-    folder, name, version
-        As for :func:`write_wheel`.
-
-    Raises
-    ------
-    ValueError, OSError
-        As for :func:`write_wheel`.
-    """
+    """Pack bundles into a wheel. The same bundles give the same bytes."""
     path, stem = wheel_path(folder, name, version), _stem(name)
     info = f"{stem}-{version}.dist-info"
     metadata = (
@@ -175,13 +95,7 @@ def write_distribution(bundles: Mapping[str, bytes], folder: Path, name: str, ve
 
 
 def wheel_path(folder: Path, name: str, version: str) -> Path:
-    """Return the path of the wheel that :func:`write_wheel` writes.
-
-    Raises
-    ------
-    ValueError
-        As for :func:`require_wheel`.
-    """
+    """Return the path of the wheel that :func:`write_wheel` writes."""
     require_wheel(name, version)
     return folder / f"{_stem(name)}-{version}-{_TAG}.whl"
 
@@ -190,14 +104,8 @@ def _stem(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def require_wheel(name: str, version: str | None) -> None:
-    """Check the name and the version of a package.
-
-    Raises
-    ------
-    ValueError
-        If one is not valid.
-    """
+def require_wheel(name: str, version: str | None = None) -> None:
+    """Check the name and the version of a package."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a valid package name: use letters, digits, '-', '_' and '.'")
     if re.sub(r"[-_.]+", "-", name).lower() == "cutlass-ops":

@@ -1,6 +1,6 @@
 """Pools: the few kernels of a signature that are nearly as fast as its whole table.
 
-A pool is chosen by measurements where there are any: at every problem of the tables that serve the signature, its own
+A pool is chosen by measurements if there are any: at every problem of the tables that serve the signature, its own
 and those that it borrows, some kernel of the pool was measured at most so much slower than the fastest. For targets
 without tables the model takes the place of measurements, at the problems of the reference table.
 """
@@ -24,7 +24,7 @@ from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds.arrays import Flags, Floats
 
-# Weights with at least so many problems in the tables have their choices in the bundle: 22, of well-known models. Each
+# Weights with at least this many problems in the tables have their choices in the bundle: 22 of well-known models. Each
 # makes the first call of a signature half a millisecond later.
 _PROBLEMS_OF_A_WEIGHT = 10
 # Between measured numbers of rows a kernel goes on serving while it is expected to be so little behind.
@@ -35,29 +35,15 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Pool:
-    """The kernels that were chosen for a signature.
+    """The kernels that were chosen for a signature."""
 
-    Attributes
-    ----------
-    signature : OpSignature
-        Epilogue and operand types.
-    kernels : tuple of Config
-        The kernels, most useful first.
-    problems : int
-        Number of problems at which it was judged, on all devices together.
-    measured : int
-        At how many of them by measurements; at the others by the model.
-    beyond : int
-        At how many of them it is further behind than it should be: none, unless it was limited to fewer kernels.
-    worst, mean : float
-        How far it is behind the fastest kernel of the tables at the others, as a part of its time.
-    """
-
-    signature: OpSignature
-    kernels: tuple[Config, ...]
-    problems: int
-    measured: int
+    signature: OpSignature  # epilogue and operand types
+    kernels: tuple[Config, ...]  # the kernels, most useful first
+    problems: int  # number of problems at which it was judged, on all devices together
+    measured: int  # at how many of them by measurements; at the others by the model
+    # At how many of them it is further behind than it should be: none, unless it was limited to fewer kernels.
     beyond: int
+    # How far it is behind the fastest kernel of the tables at the others, as a part of its time.
     worst: float
     mean: float
 
@@ -65,16 +51,8 @@ class Pool:
 def pool(signature: OpSignature, devices: Sequence[Device], behind: float, most: int | None = None) -> Pool:
     """Choose as few kernels as are needed at the problems of the tables.
 
-    Parameters
-    ----------
-    signature : OpSignature
-        Epilogue and operand types.
-    devices : sequence of Device
-        The devices of one compute capability whose tables count.
-    behind : float
-        How far the pool may be behind the fastest kernel at each problem, as a part of its time.
-    most : int, optional
-        Maximum number of kernels. Those that help at most problems are kept.
+    The pool is behind the fastest kernel by at most ``behind``, as a part of its time. Of at most ``most`` kernels,
+    those that help at most problems are kept.
     """
     known = [_losses(policies.policy(signature, device).knowledge) for device in devices]
     kernels = tuple(dict.fromkeys(config for configs, _, _ in known for config in configs))
@@ -105,10 +83,7 @@ def is_served(signature: OpSignature, device: Device) -> bool:
 
 @lru_cache(maxsize=16)
 def _losses(knowledge: Knowledge) -> tuple[tuple[Config, ...], Floats, int]:
-    """Return the known kernels, their losses to the fastest at each problem, and how many problems were measured.
-
-    Signatures often share what is known: FP16 and BF16 do, and activations.
-    """
+    """Return the known kernels, their losses to the fastest at each problem, and how many problems were measured."""
     kernels = knowledge.pool.configs
     problems = [p for p, known in knowledge.measured.items() if known]
     measured = len(problems)
@@ -120,17 +95,7 @@ def _losses(knowledge: Knowledge) -> tuple[tuple[Config, ...], Floats, int]:
 
 
 def cover(near: Flags, most: int | None = None) -> list[int]:
-    """Choose columns so that each row has a true value in one of them, most useful first.
-
-    Each is the one that helps at most rows beside those before it. Those that turned out to be needless are left out.
-
-    Parameters
-    ----------
-    near : array
-        Of shape (problems, kernels): whether a kernel is near enough to the fastest. Rows without any are left aside.
-    most : int, optional
-        Maximum number of columns.
-    """
+    """Choose columns so that each row has a true value in one of them, most useful first."""
     left = near.any(1)
     chosen: list[int] = []
     while left.any() and (most is None or len(chosen) < most):

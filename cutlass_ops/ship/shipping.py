@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,7 +18,7 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import MAX_VERSION, Choice
 from cutlass_ops.base import checked_json, dtypes
 from cutlass_ops.base.dtypes import DType
-from cutlass_ops.base.errors import ConfigError, CutlassOpsError
+from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import OPERANDS
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.policies import Policy
@@ -36,8 +34,8 @@ from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.declare.spelling import INPUT_DTYPES, OPS, epilogue_of, problems_of, weights_of
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
-from cutlass_ops.run.call import call_at, signature_of
-from cutlass_ops.run.requests import called
+from cutlass_ops.operand.call import call_at, signature_of
+from cutlass_ops.run.requests import called, foreign, import_object
 from cutlass_ops.ship import catalog
 
 if sys.version_info >= (3, 11):
@@ -127,21 +125,11 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuning table and its kernels.
+    """A tuning table and its kernels."""
 
-    Attributes
-    ----------
-    table : Table
-        Table from ``cutlass-ops tune --folder``.
-    arch : str
-        Target of the device that it was measured on.
-    kernels : int
-        Number of kernels to ship, the most useful first.
-    """
-
-    table: Table
-    arch: str
-    kernels: int = tables.MAX_KERNELS
+    table: Table  # table from `cutlass-ops tune --folder`
+    arch: str  # target of the device that it was measured on
+    kernels: int = tables.MAX_KERNELS  # number of kernels to ship, the most useful first
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Table):
@@ -191,21 +179,12 @@ class Catalogue:
 
 @dataclass
 class Shipment:
-    """The contents that a catalogue selects.
+    """The contents that a catalogue selects."""
 
-    Attributes
-    ----------
-    specs : dict of KernelSpec to None
-        All kernels, in the order of their first use in the catalogue.
-    choices : dict of OpSignature to tuple of Choice
-        Which kernel runs which problem.
-    tables : tuple of Table
-        Tuning tables to include.
-    """
-
+    # All kernels, in the order of their first use in the catalogue.
     specs: dict[KernelSpec, None] = field(default_factory=dict)
-    choices: dict[OpSignature, tuple[Choice, ...]] = field(default_factory=dict)
-    tables: tuple[Table, ...] = ()
+    choices: dict[OpSignature, tuple[Choice, ...]] = field(default_factory=dict)  # which kernel runs which problem
+    tables: tuple[Table, ...] = ()  # tuning tables to include
 
 
 def default() -> Catalogue:
@@ -214,13 +193,7 @@ def default() -> Catalogue:
 
 
 def shipment(catalogue: Catalogue) -> Shipment:
-    """Return a catalogue's kernels and choices. Nothing is compiled.
-
-    Raises
-    ------
-    ConfigError
-        If no kernel supports an entry.
-    """
+    """Return a catalogue's kernels and choices. Nothing is compiled."""
     found = Shipment(dict.fromkeys(catalogue.specs), tables=tuple(t.table for t in catalogue.tuned))
     needs: dict[tuple[OpSignature, Device], _Need] = {}
     # What is shipped must not depend on bundles that are loaded here.
@@ -313,30 +286,24 @@ def _torch(name: str | None) -> torch.dtype | None:
 def load(name: str) -> Catalogue:
     """Read a catalogue.
 
-    Parameters
-    ----------
-    name : str
-        A TOML file, a Python file that defines ``catalogue``, or an import path ``MODULE:NAME`` of a
-        :class:`Catalogue`. Import paths and files named in a file are searched in the file's folder first.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a valid catalogue. The message says where and why.
-    OSError
-        If the file cannot be read.
+    ``name`` is a TOML file, a Python file that defines ``catalogue``, or an import path ``MODULE:NAME``.
     """
     path = Path(name)
     if path.suffix == ".toml":
-        return _from_toml(path.absolute())
+        try:
+            data = _parsed(path.read_bytes())
+            with _importing_from(path.absolute().parent):
+                return _catalogue(data, path.absolute().parent)
+        except ConfigError as exc:
+            raise ConfigError(f"{path.absolute()}: {checked_json.said(exc)}") from None
     if path.suffix == ".py":
         path.open("rb").close()  # an unreadable file is an OSError, not a ConfigError
-        with _importing_from(path.absolute().parent), _foreign(name):
+        with _importing_from(path.absolute().parent), foreign(name):
             defined = runpy.run_path(name)
         if "catalogue" not in defined:
             raise ConfigError(
-                f"{name} defines no `catalogue`: set catalogue = Catalogue(...) of cutlass_ops.shipping there, which "
-                "lists ops or epilogues and their problems"
+                f"{name} defines no `catalogue`: set catalogue = Catalogue(...) of cutlass_ops.ship.shipping there, "
+                "which lists ops or epilogues and their problems"
             )
         found = defined["catalogue"]
     elif os.path.isdir(name):
@@ -348,17 +315,8 @@ def load(name: str) -> Catalogue:
             found = import_object(name, _FORMS)
     if not isinstance(found, Catalogue):
         what = "`catalogue` in " if path.suffix == ".py" else ""
-        raise ConfigError(f"{what}{name} must be a cutlass_ops.shipping.Catalogue, not {type(found).__name__}")
+        raise ConfigError(f"{what}{name} must be a cutlass_ops.ship.shipping.Catalogue, not {type(found).__name__}")
     return found
-
-
-def _from_toml(path: Path) -> Catalogue:
-    try:
-        data = _parsed(path.read_bytes())
-        with _importing_from(path.parent):
-            return _catalogue(data, path.parent)
-    except ConfigError as exc:
-        raise ConfigError(f"{path}: {checked_json.said(exc)}") from None
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
@@ -424,15 +382,7 @@ def _path(value: object, name: str) -> str:
 
 
 def read_declaration(path: Path) -> Declaration:
-    """Read the declaration of any kernel from a JSON file.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a valid declaration. The message names the file.
-    OSError
-        If the file cannot be read.
-    """
+    """Read the declaration of any kernel from a JSON file."""
     try:
         with path.open("rb") as file:
             return checked_json.read(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC, declaration_from_json)
@@ -441,15 +391,7 @@ def read_declaration(path: Path) -> Declaration:
 
 
 def read_spec(path: Path) -> KernelSpec:
-    """Read the declaration of a GEMM's kernel from a JSON file.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a valid declaration, or that of another kernel. The message names the file.
-    OSError
-        If the file cannot be read.
-    """
+    """Read the declaration of a GEMM's kernel from a JSON file."""
     found = read_declaration(path)
     if not isinstance(found, KernelSpec):
         raise ConfigError(f"{path}: {found.slug} is not a GEMM kernel, and a catalogue has only these: leave it out")
@@ -457,13 +399,7 @@ def read_spec(path: Path) -> KernelSpec:
 
 
 def graph_named(name: str, dtype: str = "bf16") -> HasGraph:
-    """Return the epilogue of a named op for a dtype of A and B, or the epilogue at an import path.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such op or epilogue.
-    """
+    """Return the epilogue of a named op for a dtype of A and B, or the epilogue at an import path."""
     known = epilogue_of(name, dtype)
     if known is not None:
         return known
@@ -479,38 +415,6 @@ def _epilogue(found: object, name: object) -> HasGraph:
         raise ConfigError(
             f"{name} is of the type {what}: name a function decorated with @cutlass_ops.epilogue"
         ) from exc
-
-
-def import_object(name: str, instead: str) -> object:
-    """Return the object at an import path ``MODULE:NAME``.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be imported. ``instead`` describes the valid values.
-    """
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(f"unknown name {name!r}: use {instead}")
-    with _foreign(name):
-        return cast(object, getattr(importlib.import_module(module), attribute))
-
-
-@contextmanager
-def _foreign(name: str) -> Iterator[None]:
-    """Turn any exception from a user's module into a ConfigError with its location.
-
-    What it prints goes to standard error: standard output is for answers, such as a JSON value.
-    """
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except (CutlassOpsError, ImportError, AttributeError) as exc:
-        raise ConfigError(f"{name} cannot be imported: {exc}") from exc
-    except (Exception, SystemExit) as exc:
-        last = traceback.extract_tb(exc.__traceback__)[-1]
-        where = "" if isinstance(exc, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-        raise ConfigError(f"{name} cannot be imported: {type(exc).__name__}: {exc}{where}") from exc
 
 
 def _graph(op: str | HasGraph, dtype: str = "bf16") -> Graph:

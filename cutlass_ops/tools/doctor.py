@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -30,6 +31,22 @@ _IGNORED = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
     *("COMPILER_PATH", "GCC_EXEC_PREFIX", "LD_RUN_PATH"),
+)
+
+
+# Variables that only builds and calls read. Other parts of the report read those of places.
+_READ_LATE: tuple[Callable[[], object], ...] = (
+    env.jobs,
+    env.progress,
+    env.tuning_dir,
+    env.bundle_keys,
+    env.bundle_version,
+    env.lineinfo_enabled,
+    env.executor_timeout,
+    env.stand_in,
+    env.remembers_choices,
+    env.nvtx_enabled,
+    env.cuda_homes,
 )
 
 
@@ -72,43 +89,19 @@ class Bundled:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis.
+    """The diagnosis."""
 
-    Attributes
-    ----------
-    versions : dict
-        Versions of this library, Python and PyTorch.
-    toolchain : Toolchain or None
-        The toolchain that compiles kernels.
-    gpus : tuple of Gpu
-        The devices that PyTorch sees.
-    store : Store or None
-        The store of compiled kernels.
-    remote : Remote or None
-        The remote store.
-    bundles : tuple of Bundled
-        Loaded, named by the environment or installed, in look-up order.
-    can_compile, can_run : bool
-        Whether a kernel can be compiled, and whether one is available and can run.
-    problems : tuple of str
-        Obstacles, each with a remedy.
-    remarks : tuple of str
-        Environment variables without effect.
-    environment : dict
-        Every variable that this library reads, and its value or None.
-    """
-
-    versions: dict[str, str]
-    toolchain: Toolchain | None
-    gpus: tuple[Gpu, ...]
+    versions: dict[str, str]  # of this library, Python and PyTorch
+    toolchain: Toolchain | None  # compiles kernels
+    gpus: tuple[Gpu, ...]  # those that PyTorch sees
     store: Store | None
     remote: Remote | None
-    bundles: tuple[Bundled, ...]
+    bundles: tuple[Bundled, ...]  # loaded, named by the environment or installed, in look-up order
     can_compile: bool
-    can_run: bool
-    problems: tuple[str, ...]
-    remarks: tuple[str, ...]
-    environment: dict[str, str | None]
+    can_run: bool  # whether a kernel is available and can run
+    problems: tuple[str, ...]  # each with a remedy
+    remarks: tuple[str, ...]  # environment variables without effect
+    environment: dict[str, str | None]  # every variable that this library reads; None if it is unset
 
     @property
     def healthy(self) -> bool:
@@ -165,7 +158,10 @@ def diagnose() -> Diagnosis:
     gpus = _gpus()
     bundles = _bundles(problems)
     jit = _jit(problems)
-    wrong = list(_wrong_values())
+    wrong: list[str] = []
+    for read in _READ_LATE:
+        with _noted(wrong):
+            read()
     can_compile = toolchain is not None and writable and jit and shared and not wrong
     usable = any(gpu.target is not None for gpu in gpus)
     return Diagnosis(
@@ -187,62 +183,59 @@ def diagnose() -> Diagnosis:
     )
 
 
-def _toolchain(problems: list[str]) -> Toolchain | None:
+@contextlib.contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Note an error of one part of the installation as a problem, and go on."""
     try:
-        return find_toolchain()
-    except (ToolchainError, ValueError) as exc:
+        yield
+    except (BundleError, StoreError, ToolchainError, ValueError, OSError) as exc:
         problems.append(str(exc))
-        return None
+
+
+def _toolchain(problems: list[str]) -> Toolchain | None:
+    with _noted(problems):
+        return find_toolchain()
+    return None
 
 
 def _store(problems: list[str]) -> Store | None:
-    try:
-        store = KernelStore.default()
+    with _noted(problems):
+        store = KernelStore.of_user()
         # A look-up checks that other users cannot write to the store.
         store.lookup("0" * 64)
         artifacts, size = list(store.entries()), store.size()
         env.cache_size()
-    except (StoreError, ValueError) as exc:
-        problems.append(str(exc))
-        return None
-    fetched = sum("fetched_from" in artifact.manifest for artifact in artifacts)
-    return Store(str(store.root), len(artifacts), fetched, size)
+        fetched = sum("fetched_from" in artifact.manifest for artifact in artifacts)
+        return Store(str(store.root), len(artifacts), fetched, size)
+    return None
 
 
 def _is_writable(problems: list[str]) -> bool:
-    """Whether kernels can be built into the store. Those that are there may be usable all the same."""
-    try:
-        KernelStore.default().require_writable()
-    except StoreError as exc:
-        problems.append(str(exc))
-        return False
-    return True
+    """Whether kernels can be built into the store. If not, existing kernels may still be usable."""
+    with _noted(problems):
+        KernelStore.of_user().require_writable()
+        return True
+    return False
 
 
 def _remote(problems: list[str]) -> Remote | None:
-    try:
+    with _noted(problems):
         store = RemoteStores.current().store()
-    except (StoreError, BundleError, ValueError, OSError) as exc:
-        problems.append(str(exc))
-        return None
-    if store is None:
-        return None
-    answers = store.reachable()
-    if not answers:
-        problems.append(f"the remote store {store.where} does not answer: kernels are compiled here")
-    return Remote(store.where, answers, store.publishes)
+        if store is None:
+            return None
+        answers = store.reachable()
+        if not answers:
+            problems.append(f"the remote store {store.where} does not answer: kernels are compiled here")
+        return Remote(store.where, answers, store.publishes)
+    return None
 
 
 def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
-    try:
-        found = Bundles.current().all()
-    except (BundleError, ValueError, OSError) as exc:
-        problems.append(str(exc))
-        return ()
     together: dict[str, list[Bundle]] = {}
-    for bundle in found:
-        of = str(bundle.path) if bundle.installed_with is None else f"installed with {bundle.installed_with}"
-        together.setdefault(of, []).append(bundle)
+    with _noted(problems):
+        for bundle in Bundles.current().all():
+            of = str(bundle.path) if bundle.installed_with is None else f"installed with {bundle.installed_with}"
+            together.setdefault(of, []).append(bundle)
     return tuple(
         Bundled(
             of,
@@ -254,50 +247,18 @@ def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
 
 
 def _jit(problems: list[str]) -> bool:
-    try:
-        enabled = env.jit_enabled()
-    except ValueError as exc:
-        problems.append(str(exc))
-        return False
-    if not enabled:
+    with _noted(problems):
+        if env.jit_enabled():
+            return True
         problems.append(f"{env.JIT.name}=0 switches compilation off: unset it to compile kernels")
-    return enabled
-
-
-def _wrong_values() -> Iterator[str]:
-    """Yield errors in variables that only builds and calls read."""
-    for read in _READ_LATE:
-        yield from _said_by(read)
-
-
-# All but those whose values other parts of the report need: where kernels are, compilers, bundles and the remote store.
-_READ_LATE: tuple[Callable[[], object], ...] = (
-    env.jobs,
-    env.progress,
-    env.tuning_dir,
-    env.bundle_keys,
-    env.bundle_version,
-    env.lineinfo_enabled,
-    env.executor_timeout,
-    env.stand_in,
-    env.remembers_choices,
-    env.nvtx_enabled,
-    env.cuda_homes,
-)
-
-
-def _said_by(read: Callable[[], object]) -> Iterator[str]:
-    try:
-        read()
-    except ValueError as exc:
-        yield str(exc)
+    return False
 
 
 # ---- Remarks -----------------------------------------------------------------------------------------------------
 
 
 def _remarks() -> Iterator[str]:
-    """Yield environment variables that are set without effect."""
+    """Yield environment variables whose values have no effect."""
     names = [variable.name for variable in env.VARIABLES]
     for name in sorted(os.environ):
         if name.upper().startswith("CUTLASS_OPS") and name not in names:
@@ -357,12 +318,12 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def _gpu(properties: Any) -> Gpu:
     capability = (properties.major, properties.minor)
-    target = arch.target_for(capability, wgmma=True) or arch.target_for(capability, wgmma=False)
+    target = arch.best_target(capability)
     return Gpu(properties.name, capability, None if target is None else target.name)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value made of what JSON has; paths become texts."""
+    """Convert a value to JSON types; paths become texts."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

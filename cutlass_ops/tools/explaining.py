@@ -14,29 +14,27 @@ from torch import Tensor
 from cutlass_ops.base import env
 from cutlass_ops.base.dtypes import f32, f64, i32
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
-from cutlass_ops.base.mma import mma_of
-from cutlass_ops.choose import policies
+from cutlass_ops.base.mma import mma_of, sums_of
+from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.dispatch import unserved
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K, Form
+from cutlass_ops.declare.form import GROUPED, MASKED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec, copied
 from cutlass_ops.kinds import spreads
-from cutlass_ops.kinds.sm90.timer import realigning
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
-from cutlass_ops.run import served, watching
-from cutlass_ops.run.call import Call, accumulation, device_of, signature_of, without_modes
+from cutlass_ops.operand import watching
+from cutlass_ops.operand.call import Call, accumulation, device_of, signature_of, without_modes
+from cutlass_ops.run import refusals, supply
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.requests import requested
-from cutlass_ops.run.serving import decide
-from cutlass_ops.run.supply import Supply, stand_in
 
 
 @dataclass(frozen=True)
@@ -189,8 +187,7 @@ class Explanation:
         if not self.candidates:
             return []
         if roof is None or achieved is None:
-            says = "no roofline: this chip's peaks are unknown"
-            return [Finding("limit", says)]
+            return [Finding("limit", "no roofline: this chip's peaks are unknown")]
         says = (
             f"at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
             f"bound by {roof.bound}; the kernel reaches {100 * achieved:.0f}% of the roofline"
@@ -208,9 +205,10 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
 
     Parameters
     ----------
-    op : Op, Epilogue or function
+    op : Op, Epilogue, function or str
         A named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm`` with
-        ``epilogue=``, or a function such as ``cutlass_ops.rmsnorm_gemm``.
+        ``epilogue=``, or a function such as ``cutlass_ops.rmsnorm_gemm``. Or the name of one, such as
+        ``"gemm_bias_relu"``.
     *arguments, **named
         The arguments of a call.
 
@@ -239,7 +237,7 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
-        served.require(asked.name, call, asked.instead_of)
+        refusals.require(asked.name, call, asked.instead_of)
         where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
         grouped = bool(call.arguments.form.operands)
@@ -252,26 +250,14 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
 
 @without_modes()
 def explain_call(name: str, call: Call, device: Device, op: Op | None = None) -> Explanation:
-    """Explain how a checked call would be served on a device.
-
-    Parameters
-    ----------
-    name : str
-        The op's name.
-    call : Call
-        The call. Its tensors need no data.
-    device : Device
-        Where it would run.
-    op : Op, optional
-        The op. It knows which other ops serve the call if no single kernel does.
-    """
-    # Of groups, that for which a kernel is chosen: how many rows each has, the host does not know.
+    """Explain how a device would serve a checked call, whose tensors need no data."""
+    # For groups, the problem for which a kernel is chosen: the host does not know how many rows each group has.
     problem, grouped = call.chosen_for, bool(call.arguments.form.operands)
     if call.why_apart is not None:
         return _otherwise(name, call, device, op, call.why_apart)
     signature = signature_of(call, device)
     try:
-        decision = decide(signature, device, call)
+        decision = dispatch.decide(signature, device, call.chosen_for)
     except UnsupportedError as exc:
         return _otherwise(name, call, device, op, str(exc))
     if decision is None:
@@ -285,43 +271,30 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     if decision.peer is not None:
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured faster than every kernel here, and tuning allowed PyTorch"
-    now = stand_in(decision) if decision.peer is None else None
-    origin = _origin(decision.spec) if decision.peer is None else ()
-    if decision.peer is None and not (origin or now or env.jit_enabled() or env.REMOTE_STORE.text):
-        served_by, expected = _NOTHING, None
-        why = f"neither {decision.spec.slug} nor a substitute is here, and {env.JIT.name}=0 forbids compiling"
-    whole = Traits.of(signature).whole(problem)
-    chip = CHIPS.get(device.name)
-    mma = mma_of(signature.a.dtype, signature.b.dtype)
-    moved = _moved(call, problem)
+    origin = _origin(decision.spec) if decision.peer is None else None
+    missing = decision.peer is None and origin is None
+    compiles, by_pytorch = env.jit_enabled() or bool(env.REMOTE_STORE.text), not supply.waits(decision)
+    if missing and not compiles:
+        served_by, expected = "PyTorch" if by_pytorch else _NOTHING, None
+        why = f"{decision.spec.slug} is not here, and {env.JIT.name}=0 forbids compiling it"
+    findings = [*_contract(signature, device), *_of_kernel(call, signature, device, problem, ranked[0].config)]
+    if origin is not None:
+        findings.append(Finding("kernel", origin))
+    if missing and compiles and by_pytorch:
+        findings.append(Finding("now", "the kernel is not compiled yet: until it is, PyTorch serves"))
+    chip, mma = CHIPS.get(device.name), mma_of(signature.a.dtype, signature.b.dtype)
+    whole, rate = Traits.of(signature).whole(problem), mma.rate if mma else 1.0
     return Explanation(
-        name,
-        call.problem.extents,
-        served_by,
-        why,
-        (
-            *_contract(signature, device, ranked[0].config),
-            *_copied(signature, problem, ranked[0].config),
-            *_accumulation(call),
-            *_means(signature, ranked[0].config),
-            *_groups(problem, call.arguments.form),
-            *origin,
-            *_now(now),
-        ),
-        ranked,
-        roofline(whole, moved, chip, mma.rate if mma else 1.0) if chip else None,
-        peers,
-        _called(device),
-        expected,
-        batches=problem.count,
-        grouped=grouped,
-    )
+        name, call.problem.extents, served_by, why, tuple(findings), ranked,
+        roofline(whole, _moved(call, problem), chip, rate) if chip else None,
+        peers, _called(device), expected, batches=problem.count, grouped=grouped,
+    )  # fmt: skip
 
 
 def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
     """Explain a call that no single kernel serves: by its fallback ops, if all of them are served."""
     problem, batches = call.problem.extents, call.problem.count
-    contract = _contract(signature_of(call, device), device, None)
+    contract = tuple(_contract(signature_of(call, device), device))
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
     # If one is not served, the call raises its error.
     missing = next((part.why for part in parts if not part.is_served), None)
@@ -342,25 +315,12 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
     )
 
 
-def _origin(spec: KernelSpec) -> tuple[Finding, ...]:
-    """Say where the kernel comes from, if it is there."""
+def _origin(spec: KernelSpec) -> str | None:
+    """Say where the kernel comes from, or why it cannot be looked up; None if it is not there."""
     try:
-        found = Registry.current().origin(spec)
+        return Registry.current().origin(spec)
     except CutlassOpsError as exc:
-        return (Finding("kernel", f"cannot be looked up: {exc}"),)
-    return () if found is None else (Finding("kernel", found),)
-
-
-def _now(supply: Supply | None) -> tuple[Finding, ...]:
-    """Say what serves until the best kernel is compiled, if something does."""
-    if supply is None:
-        return ()
-    where = "".join(f", {finding.says}" for finding in _origin(supply.spec))
-    if env.jit_enabled():
-        says = f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves{where}"
-    else:
-        says = f"the kernel is not there, and nothing is compiled: {supply.spec.slug} serves{where}"
-    return (Finding("now", says),)
+        return f"cannot be looked up: {exc}"
 
 
 _NOTHING = "nothing"
@@ -374,10 +334,10 @@ def _tensors(call: Call) -> list[Tensor]:
 
 
 def _moved(call: Call, problem: Problem) -> float:
-    """Return how many bytes a call moves through device memory at least.
+    """Return the least bytes that a call moves through device memory.
 
-    Weights of groups without rows are not read. How many these are depends on the spread of rows, so that this is the
-    geometric mean over spreads, as the time is for which a kernel is chosen.
+    Weights of groups without rows are not read. Their number depends on the spread of rows, so this is the geometric
+    mean over spreads, like the time for which a kernel is chosen.
     """
     everything = sum(map(_bytes, _tensors(call)))
     if call.arguments.form not in (GROUPED, MASKED):
@@ -409,68 +369,46 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     return f"{how}; {kept} for this weight{only}"
 
 
-def _contract(signature: OpSignature, device: Device, config: Config | None) -> tuple[Finding, ...]:
+def _contract(signature: OpSignature, device: Device) -> Iterator[Finding]:
+    """Yield what follows from the operands' types and layouts."""
     major, minor = device.capability
-    types = (
-        Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
-        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in {_sums(signature)}"),
-        *_lines(signature),
-    )
-    if config is None:
-        return types
+    yield Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors")
+    sums = sums_of(signature.a.dtype, signature.b.dtype)
+    whole = "INT32, which D is" if signature.d.dtype is i32 else "INT32, and brought to FP32 for the epilogue"
+    named = {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: whole}[sums]
+    yield Finding("a, b", f"{signature.a} and {signature.b}, accumulated in {named}")
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    if mma is not None and mma.along_k_only and not signature.realigns:
+        says = (
+            "along K, from multiples of 16 bytes, as a call needs of this type: nothing is copied, transposed or padded"
+        )
+        yield Finding("lines", says)
+
+
+def _of_kernel(
+    call: Call, signature: OpSignature, device: Device, problem: Problem, config: Config
+) -> Iterator[Finding]:
+    """Yield what the kernel that serves does."""
     instruction, stored = kind_of(config).unit(config)
     usual = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
-    reason = f": {_unread(signature, config)}" if device.has_wgmma and signature.realigns else ""
-    return (
-        *types,
-        Finding("d", f"{signature.d}, stored {stored or usual}"),
-        Finding("unit", f"{instruction}{reason}"),
-    )
-
-
-def _accumulation(call: Call) -> Iterator[Finding]:
-    """Yield how sums of FP8 products are added up, and why."""
+    yield Finding("d", f"{signature.d}, stored {stored or usual}")
+    reason = f": {_unread(signature, config)}" if device.has_tma and signature.realigns else ""
+    yield Finding("unit", f"{instruction}{reason}")
+    if config.copies:
+        yield Finding("copied", _copies(signature, problem, config))
     found, why = accumulation(call)
     if found is not None:
         yield Finding("accumulation", f"{found}: {why}")
+    if signature.epilogue.gathered:
+        yield Finding("rows of a", kind_of(config).means(config))
+    form = call.arguments.form
+    if form.operands:
+        mean, spread = (problem.k, "") if form == RAGGED_K else (problem.m, ", spread in several ways")
+        groups = f"chosen for {problem.count} with a mean of {mean} rows{spread}"
+        yield Finding("groups", f"{groups}, since only the device knows how many each has")
 
 
-def _sums(signature: OpSignature) -> str:
-    """Name the type of the accumulator."""
-    mma = mma_of(signature.a.dtype, signature.b.dtype)
-    sums = f32 if mma is None else mma.accumulator
-    whole = "INT32, which D is" if signature.d.dtype is i32 else "INT32, and brought to FP32 for the epilogue"
-    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: whole}[sums]
-
-
-def _lines(signature: OpSignature) -> tuple[Finding, ...]:
-    """Say how operands lie of which kernels read no other layout, and that none is brought to it at a call."""
-    mma = mma_of(signature.a.dtype, signature.b.dtype)
-    if mma is None or not mma.along_k_only or signature.realigns:
-        return ()
-    says = "along K, from multiples of 16 bytes, as a call needs of this type: nothing is copied, transposed or padded"
-    return (Finding("lines", says),)
-
-
-def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
-    """Say how statistics of A's rows are computed, if the epilogue takes any."""
-    if not signature.epilogue.gathered:
-        return ()
-    return (Finding("rows of a", kind_of(config).means(config)),)
-
-
-def _groups(problem: Problem, form: Form) -> tuple[Finding, ...]:
-    """Say for which groups a kernel is chosen, if there are groups."""
-    if not form.operands:
-        return ()
-    mean, spread = (problem.k, "") if form == RAGGED_K else (problem.m, ", spread in several ways")
-    says = (
-        f"chosen for {problem.count} with a mean of {mean} rows{spread}, since only the device knows how many each has"
-    )
-    return (Finding("groups", says),)
-
-
-def _unread(signature: OpSignature, config: Config | None) -> str:
+def _unread(signature: OpSignature, config: Config) -> str:
     """Say why kernels of wgmma cannot read an operand as it lies, what follows, and what to do."""
     a, b = signature.a, signature.b
     misaligned = [name for name, operand in (("a", a), ("b", b)) if not operand.aligned]
@@ -485,26 +423,22 @@ def _unread(signature: OpSignature, config: Config | None) -> str:
         todo += ["pass a row-major a"] * ("a" in across)
         todo += ["pass prepare(b).matrix, which is copied once"] * ("b" in across)
     found = ""
-    if config is not None and config.copies:
+    if config.copies:
         them = [name for name, is_copied in zip("ab", copied(a, b), strict=True) if is_copied]
         found = f", so {' and '.join(them)} {'is' if len(them) == 1 else 'are'} copied to aligned workspace first"
     return f"{', and '.join(whys)}{found}; {', and '.join(todo)}"
 
 
-def _copied(signature: OpSignature, problem: Problem, config: Config) -> tuple[Finding, ...]:
+def _copies(signature: OpSignature, problem: Problem, config: Config) -> str:
     """Say what a kernel copies before each GEMM, and how long that is expected to take."""
-    if not config.copies:
-        return ()
     traits = Traits.of(signature)
     m, n, k = traits.whole(problem).extents
     pairs = zip("ab", (m * k, k * n), traits.copied, strict=True)
     sizes = {name: size for name, size, is_copied in pairs if is_copied}
     megabytes = sum(sizes.values()) * traits.element_bytes / 1e6
-    us = realigning(traits, [traits.whole(problem)]).item()
-    says = (
-        f"{' and '.join(sizes)}, {megabytes:.1f} MB read and written before each GEMM, {us:.1f} us of the expected time"
-    )
-    return (Finding("copied", says),)
+    us = kind_of(config).copying(traits, [traits.whole(problem)]).item()
+    names = " and ".join(sizes)
+    return f"{names}, {megabytes:.1f} MB read and written before each GEMM, {us:.1f} us of the expected time"
 
 
 def _called(device: Device) -> str:

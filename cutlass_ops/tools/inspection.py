@@ -14,51 +14,32 @@ from cutlass_ops.base import arch, elf
 from cutlass_ops.base.arch import Target
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.base.sass import opcodes
+from cutlass_ops.base.units import counted
 
 _REGISTER_UNIT = 8  # registers of a thread are allocated in multiples of this
 
 
 @dataclass(frozen=True, repr=False)
 class KernelReport:
-    """Evidence about one compiled kernel.
-
-    Attributes
-    ----------
-    slug, key, target : str
-        The kernel's name, key and target.
-    library_bytes : int
-        Size of the shared library.
-    sass : dict
-        Count of instructions by opcode: Tensor Core, copies, and local memory (LDL, STL: spills or arrays).
-    registers : int
-        Registers for each thread at launch.
-    stack, spill_stores, spill_loads : int
-        Bytes for each thread.
-    static_shared_memory : int
-        Bytes for each thread block.
-    dynamic_shared_memory, threads, stages : int or None
-        Bytes and threads for each thread block, and pipeline stages, as the loaded kernel reports them. None if it
-        cannot be loaded.
-    blocks_per_sm : int or None
-        Thread blocks that one multiprocessor holds at a time. None if the kernel cannot be loaded.
-    device : str or None
-        The GPU whose driver gave ``blocks_per_sm``. None if it was computed from registers and shared memory.
-    """
+    """Evidence about one compiled kernel."""
 
     slug: str
     key: str
     target: str
     library_bytes: int
+    # count of instructions by opcode: Tensor Core, copies, and local memory (LDL, STL: spills or arrays)
     sass: dict[str, int]
-    registers: int
-    stack: int
+    registers: int  # for each thread, at launch
+    stack: int  # bytes for each thread; so are the spills
     spill_stores: int
     spill_loads: int
-    static_shared_memory: int
+    static_shared_memory: int  # bytes for each thread block
+    # bytes for each thread block; this and the next three are None if the kernel cannot be loaded
     dynamic_shared_memory: int | None
-    threads: int | None
-    stages: int | None
-    blocks_per_sm: int | None
+    threads: int | None  # for each thread block
+    stages: int | None  # of the pipeline
+    blocks_per_sm: int | None  # thread blocks that one multiprocessor holds at a time
+    # the GPU whose driver gave ``blocks_per_sm``; None if it was computed from registers and shared memory
     device: str | None
 
     def __repr__(self) -> str:
@@ -68,25 +49,34 @@ class KernelReport:
         """Return the report as JSON values."""
         return dataclasses.asdict(self)
 
+    def lines(self, where: str) -> list[str]:
+        """Return the report as text. ``where`` says where the kernel is."""
+        block = {
+            ("stage", "stages"): self.stages,
+            ("thread", "threads"): self.threads,
+            ("byte of dynamic shared memory", "bytes of dynamic shared memory"): self.dynamic_shared_memory,
+            ("block an SM", "blocks an SM"): self.blocks_per_sm,
+        }
+        known = ", ".join(counted(number, *names) for names, number in block.items() if number is not None)
+        return [
+            self.slug,
+            f"  {where}",
+            f"  library   {self.library_bytes:,} bytes for {self.target}",
+            f"  SASS      {', '.join(f'{count} {opcode}' for opcode, count in self.sass.items())}",
+            f"  thread    {self.registers} registers, {self.stack} bytes of stack, "
+            f"spills: {self.spill_stores} bytes stored, {self.spill_loads} loaded",
+            f"  block     {known or 'unknown: the kernel cannot be loaded here'}",
+        ]
+
 
 def inspect(kernel: Artifact | str | os.PathLike[str]) -> KernelReport:
-    """Report on a compiled kernel. No GPU is needed, but the driver of a matching one is asked for the occupancy.
-
-    Parameters
-    ----------
-    kernel : Artifact or path
-        An artifact, or the path of its folder or of a file in it.
-
-    Raises
-    ------
-    LoadError
-        If the path has no complete artifact.
-    CompileError
-        If the machine code cannot be read.
-    """
+    """Report on a compiled kernel, given as an artifact, its folder or a file in it."""
     artifact = kernel if isinstance(kernel, Artifact) else _open(Path(kernel))
     resources = _main_function(artifact)
-    described = _describe(artifact)
+    try:
+        described = load(artifact).describe()
+    except LoadError:
+        described = {}
     blocks, device = _occupancy(artifact, resources, described) if described else (None, None)
     return KernelReport(
         slug=artifact.spec.slug,
@@ -120,22 +110,19 @@ def _main_function(artifact: Artifact) -> dict[str, Any]:
     return dict(max(functions, key=lambda f: f["registers"]))
 
 
-def _describe(artifact: Artifact) -> dict[str, int]:
-    try:
-        return load(artifact).describe()
-    except LoadError:
-        return {}
-
-
 def _occupancy(
     artifact: Artifact, resources: dict[str, Any], described: dict[str, int]
 ) -> tuple[int | None, str | None]:
+    """Return the thread blocks that a multiprocessor holds, and the GPU whose driver says so, if there is one."""
     target = arch.target(artifact.target)
-    answer = _ask_driver(artifact, resources["function"], described, target)
+    try:
+        answer = _ask_driver(artifact, resources["function"], described, target)
+    except (ImportError, RuntimeError):  # no cuda-python, or no usable driver
+        answer = None
     if answer is not None:
         return answer
-    shared = resources["static_shared_memory"] + described["shared_memory"] + arch.KIB
-    registers = -(-resources["registers"] // _REGISTER_UNIT) * _REGISTER_UNIT * described["threads"]
+    shared = int(resources["static_shared_memory"]) + described["shared_memory"] + arch.KIB
+    registers = -(-int(resources["registers"]) // _REGISTER_UNIT) * _REGISTER_UNIT * described["threads"]
     limits = (
         target.shared_memory_per_sm // shared,
         arch.REGISTERS_PER_SM // registers,
@@ -146,15 +133,34 @@ def _occupancy(
 
 
 def _ask_driver(artifact: Artifact, function: str, described: dict[str, int], target: Target) -> tuple[int, str] | None:
-    """Ask the driver of a device that runs this machine code, if there is one."""
-    try:
-        device = _find_device(target)
-        if device is None:
-            return None
-        return _blocks_per_sm(device, artifact, function, described), _device_name(device)
-    except (ImportError, RuntimeError):
-        # No cuda-python, or no usable driver: the same as no device.
+    """Ask the driver of a device that runs this machine code; None without one."""
+    from cuda.bindings.driver import CUdevice_attribute, CUfunction_attribute
+
+    _cuda("cuInit", 0)
+    for device in [_cuda("cuDeviceGet", at) for at in range(_cuda("cuDeviceGetCount"))]:
+        major = _cuda("cuDeviceGetAttribute", CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+        minor = _cuda("cuDeviceGetAttribute", CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+        if (major, minor) == target.capability:
+            break
+    else:
         return None
+    _cuda("cuCtxPushCurrent", _cuda("cuDevicePrimaryCtxRetain", device))
+    try:
+        module = _cuda("cuModuleLoadData", next(elf.gpu_images(artifact.read_library())))
+        try:
+            kernel = _cuda("cuModuleGetFunction", module, function.encode())
+            most, shared = (
+                CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                described["shared_memory"],
+            )
+            _cuda("cuFuncSetAttribute", kernel, most, shared)
+            blocks = _cuda("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel, described["threads"], shared)
+            return int(blocks), str(_cuda("cuDeviceGetName", 256, device).split(b"\0")[0].decode())
+        finally:
+            _cuda("cuModuleUnload", module)
+    finally:
+        _cuda("cuCtxPopCurrent")
+        _cuda("cuDevicePrimaryCtxRelease", device)
 
 
 def _cuda(name: str, *args: Any) -> Any:
@@ -165,39 +171,3 @@ def _cuda(name: str, *args: Any) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{name}: {status}")
     return values[0] if len(values) == 1 else values
-
-
-def _find_device(target: Target) -> Any:
-    from cuda.bindings.driver import CUdevice_attribute as Attribute
-
-    _cuda("cuInit", 0)
-    for index in range(_cuda("cuDeviceGetCount")):
-        device = _cuda("cuDeviceGet", index)
-        major = _cuda("cuDeviceGetAttribute", Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-        minor = _cuda("cuDeviceGetAttribute", Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-        if (major, minor) == target.capability:
-            return device
-    return None
-
-
-def _device_name(device: Any) -> str:
-    return str(_cuda("cuDeviceGetName", 256, device).split(b"\0")[0].decode())
-
-
-def _blocks_per_sm(device: Any, artifact: Artifact, function: str, described: dict[str, int]) -> int:
-    from cuda.bindings.driver import CUfunction_attribute as Attribute
-
-    context = _cuda("cuDevicePrimaryCtxRetain", device)
-    _cuda("cuCtxPushCurrent", context)
-    try:
-        module = _cuda("cuModuleLoadData", next(elf.gpu_images(artifact.read_library())))
-        try:
-            kernel = _cuda("cuModuleGetFunction", module, function.encode())
-            shared = described["shared_memory"]
-            _cuda("cuFuncSetAttribute", kernel, Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-            return int(_cuda("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel, described["threads"], shared))
-        finally:
-            _cuda("cuModuleUnload", module)
-    finally:
-        _cuda("cuCtxPopCurrent")
-        _cuda("cuDevicePrimaryCtxRelease", device)

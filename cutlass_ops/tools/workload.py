@@ -16,38 +16,24 @@ from cutlass_ops.declare import spelling
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import HasGraph, Major
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.operand.call import Call, call_at
 from cutlass_ops.run import gated
-from cutlass_ops.run.call import Call, call_at
 from cutlass_ops.run.ops import Op, graph_op
 from cutlass_ops.ship import shipping
+from cutlass_ops.tuner.trial import filled
 
 _SCALAR = 0.5
-_INTEGERS = 100  # greatest absolute value
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One op at one problem.
-
-    Attributes
-    ----------
-    op : Op
-        The op, whose kernel is chosen as in any call.
-    graph : Graph
-        Its epilogue.
-    call : Call
-        The call, with tensors without data.
-    dtype : str
-        What A and B are multiplied as.
-    rate : float
-        Peak throughput of that type relative to BF16.
-    """
+    """One op at one problem."""
 
     op: Op
-    graph: Graph
-    call: Call
-    dtype: str
-    rate: float = 1.0
+    graph: Graph  # the op's epilogue
+    call: Call  # its tensors have no data
+    dtype: str  # what A and B are multiplied as
+    rate: float = 1.0  # peak throughput of that type relative to BF16
 
     @property
     def problem(self) -> Problem:
@@ -70,26 +56,9 @@ class Workload:
         return _filled(arguments.a, scale, device), _filled(arguments.b, scale, device), inputs
 
 
-def workload(name: str, problem: Problem, dtype: str, a: Major = "row", b: Major = "col") -> Workload:
-    """Return an op at a problem.
-
-    Parameters
-    ----------
-    name : str
-        A named op, or the import path ``MODULE:NAME`` of an epilogue.
-    problem : Problem
-        M, N and K.
-    dtype : str
-        Dtype of A and B.
-    a, b : str
-        Their majors.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such op, or it does not take the dtype.
-    """
-    graph = epilogue_named(name, dtype).graph
+def workload(asked: str | Op, problem: Problem, dtype: str, a: Major = "row", b: Major = "col") -> Workload:
+    """Return an op at a problem."""
+    name, graph = (asked, epilogue_named(asked, dtype).graph) if isinstance(asked, str) else (asked.name, asked.graph)
     call = call_at(graph, problem, dtype, a, b, input_dtypes=spelling.INPUT_DTYPES.get(name))
     # Only this op knows that two GEMMs serve calls for which no kernel takes both weights.
     op = gated.swiglu_op(None) if name == "gemm_swiglu" else graph_op(name, graph, math=call.arguments.math)
@@ -107,13 +76,8 @@ def epilogue_named(name: str, dtype: str) -> HasGraph:
 
 
 def _filled(like: Tensor, scale: float, device: str) -> Tensor:
-    """Return a tensor with the shape, strides and type of another, and numbers: normal ones, or integers."""
-    found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    if not like.dtype.is_floating_point:
-        return found.random_(-_INTEGERS, _INTEGERS)
-    if like.dtype.itemsize > 1:
-        return found.normal_(0, scale)
-    return found.copy_(torch.empty(like.shape, device=device).normal_(0, scale))
+    """Return a tensor with the shape, strides and type of another, and numbers."""
+    return filled(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device), scale)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

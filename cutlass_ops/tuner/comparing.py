@@ -11,12 +11,11 @@ import datetime
 import logging
 import math
 import platform
-import random
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +23,14 @@ from torch import Tensor
 from cutlass_ops._version import __version__
 from cutlass_ops.base import env, programs
 from cutlass_ops.compilation.background import Background
-from cutlass_ops.tuner.timing import Run, Stopwatch
+from cutlass_ops.tuner.timing import Run, Stopwatch, race
 
 ROUNDS = 25
 # Single launches of a variant in a round.
 _LAUNCHES = 12
 # Cycles for which the GPU waits while the host fills its queue: 4 ms at 1.75 GHz.
 _HEAD_START = 7_000_000
-# What runs between launches reads and writes this many times the L2 cache, so that it holds nothing of a variant's.
+# The kernel between launches reads and writes this many times the L2 cache, so that no data of a variant stays in it.
 _L2_FULL = 2
 
 
@@ -47,59 +46,28 @@ class Timing:
         return statistics.median(self.rounds)
 
 
-class Watch(Protocol):
-    """What times variants, a round at a time: a :class:`~cutlass_ops.tuner.timing.Stopwatch`."""
-
-    def add(self, name: object, run: Run) -> None:
-        """Take a variant."""
-
-    def round(self, names: Sequence[object]) -> list[float]:
-        """Run variants in this order; return the microseconds of one call of each."""
-
-
 def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Time variants against each other in graphs. This stops background compilation in the process.
-
-    Parameters
-    ----------
-    variants : mapping of str to callable
-        Each takes a launch index, by which it chooses its inputs.
-    expected_us : float
-        Rough time of one call, to decide the number of calls in a replay.
-    rounds : int
-        Rounds that count; one more warms up.
-
-    Raises
-    ------
-    RuntimeError
-        If a kernel may stand in for the one that a call chooses.
-    """
+    """Time variants against each other in graphs. This stops background compilation in the process."""
     return _timed(Stopwatch(expected_us), variants, rounds)
 
 
 def time_between(variants: Mapping[str, Run], rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Time single launches between other kernels, which leave nothing in the L2 cache. Else as above.
-
-    A call's time includes what lies between its kernels, if it has several, and no time of the host: launches are
-    queued ahead.
-    """
+    """Time single launches between other kernels, which leave nothing in the L2 cache; otherwise as above."""
     return _timed(Between(), variants, rounds)
 
 
-def _timed(watch: Watch, variants: Mapping[str, Run], rounds: int) -> dict[str, Timing]:
+def _timed(watch: Stopwatch | Between, variants: Mapping[str, Run], rounds: int) -> dict[str, Timing]:
     if env.stand_in():
-        raise RuntimeError(f"a kernel that stands in may be timed: set {env.STAND_IN.name}=0 first")
-    # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
+        raise RuntimeError(f"PyTorch may be timed in place of a kernel: set {env.STAND_IN.name}=0 first")
+    # Compilers of kernels for other numbers of rows would take processors from the timed calls.
     Background.current().close()
     for name, run in variants.items():
         watch.add(name, run)
-    names = list(variants)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        random.Random(number).shuffle(names)
-        for name, microseconds in zip(names, watch.round(names), strict=True):
-            times[name].append(microseconds / 1e3)
-    return {name: Timing(tuple(each[1:])) for name, each in times.items()}
+    first, *others = variants
+    # One entrant never drops out, and guests never do.
+    standings = race([first], watch.round, guests=others, rounds=rounds + 1)
+    times = {s.entrant: Timing(tuple(us / 1e3 for us in s.times[1:])) for s in standings}
+    return {name: times[name] for name in variants}
 
 
 class Between:
@@ -174,15 +142,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def error_ratio(found: Tensor, exact: Tensor, eager: Tensor, least: float = 0.0) -> float:
-    """Return a result's error over that of PyTorch's own; NaN if an element was not written.
-
-    Parameters
-    ----------
-    found, exact, eager : Tensor
-        The result, the same in FP64, and PyTorch's.
-    least : float
-        Relative error that counts as none: PyTorch's is taken to be at least this.
-    """
+    """Return a result's error over that of PyTorch's result, both against FP64; NaN if an element was not written."""
     ours, theirs = (float((x.double() - exact).norm()) for x in (found, eager))
     theirs = max(theirs, least * float(exact.norm()))
     if not theirs:
@@ -196,7 +156,7 @@ def geomean(values: Sequence[float]) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return the chip, date and versions of a result; no driver where there is no nvidia-smi."""
+    """Return the chip, date and versions of a result; no driver if there is no nvidia-smi."""
     properties = torch.cuda.get_device_properties(0)
     driver, power = _driver()
     return {

@@ -20,10 +20,10 @@ from typing import Any
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.base.programs import Program
-from cutlass_ops.choose.tables import BEHIND, MICROSECONDS, Measured, signature_to_json
-from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
-from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.choose.tables import Measured, Table
+from cutlass_ops.declare.config import Ordered, config_to_json
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import signature_to_json
 from cutlass_ops.run.registry import OpSignature
 
 WORKER = (sys.executable, "-m", "cutlass_ops.tuner.worker")
@@ -37,9 +37,8 @@ _CHUNK = 1 << 16
 # long kernels take longer.
 _FEW_EVENTS = 16
 _EVENTS_OF_A_ROUND = 20
-_MAX_PEERS = 16
 
-# What a worker says: the fields of each event.
+# A worker's messages: the fields of each event.
 _EVENTS = {
     "ready": "event",
     "preparing": "event",
@@ -48,41 +47,24 @@ _EVENTS = {
     "peers": "event",
     "racing": "event",
     "impossible": "event why",
-    "done": "event measured peers",
+    "done": "event table",
 }
 
 
 @dataclass
 class Outcome:
-    """What came of a problem's kernels.
+    """The result of measuring a problem's kernels."""
 
-    Attributes
-    ----------
-    measured : tuple of Measured
-        The kernels that are right, the fastest first.
-    peers : mapping of str to float
-        Microseconds of PyTorch's ways to compute the same.
-    failed : dict of Ordered to str
-        The other kernels, with what is wrong with each.
-    """
-
-    measured: tuple[Measured, ...] = ()
-    peers: Mapping[str, float] = field(default_factory=dict)
-    failed: dict[Ordered, str] = field(default_factory=dict)
+    measured: tuple[Measured, ...] = ()  # the kernels that are right, the fastest first
+    peers: Mapping[str, float] = field(default_factory=dict)  # microseconds of PyTorch's ways to compute the same
+    failed: dict[Ordered, str] = field(default_factory=dict)  # the other kernels, with what is wrong with each
 
 
 class Measurer:
-    """A worker process, restarted when a kernel brings it down.
+    """A worker process, restarted if a kernel brings it down.
 
-    Parameters
-    ----------
-    device : int
-        Index of the CUDA device.
-    silence : float
-        Seconds after which a worker that says nothing is ended: long enough for the slowest step, one kernel at the
-        largest problem.
-    command : sequence of str
-        What to start, to which the device's index is added.
+    A worker that says nothing for `silence` seconds is ended: long enough for the slowest step, one kernel at the
+    largest problem. The device's index is added to `command`.
     """
 
     def __init__(self, device: int = 0, silence: float = 60.0, command: Sequence[str] = WORKER) -> None:
@@ -111,27 +93,7 @@ class Measurer:
         rounds: int,
         spreads: Sequence[str] = (),
     ) -> Outcome:
-        """Check and race kernels at a problem.
-
-        Parameters
-        ----------
-        signature : OpSignature
-            Epilogue and operand types.
-        problem : Problem
-            Its extents.
-        kernels : mapping of Ordered to Path
-            Configurations with the order of their tiles, and their artifacts' folders.
-        rounds : int
-            Of the race.
-        spreads : sequence of str
-            How rows are spread over groups, if there are any; by default in all ways that are assumed.
-
-        Raises
-        ------
-        MeasuringError
-            If the worker does not start, the problem does not fit into memory, the worker fails at something that is
-            no kernel's fault, or says what no worker does.
-        """
+        """Check and race kernels, given as configurations and their artifacts' folders, at a problem."""
         outcome = Outcome()
         left = list(kernels)
         job = {
@@ -201,7 +163,7 @@ class Measurer:
 
 
 class _StoppedError(Exception):
-    """A worker stopped, and what is wrong with the kernel that it was at."""
+    """A worker stopped; `of_kernel` says what is wrong with the kernel that it ran."""
 
     of_kernel = "it does not end"
 
@@ -231,15 +193,7 @@ class _Worker:
             os.set_blocking(descriptor, False)
 
     def send(self, line: bytes, limit: float) -> None:
-        """Write a line within so many seconds, while the worker says nothing.
-
-        Raises
-        ------
-        _StoppedError
-            If the worker does not take it in time, or has ended.
-        ConfigError
-            If it has said something that nobody asked for.
-        """
+        """Write a line within `limit` seconds, while the worker says nothing."""
         if self._said or (self._ready(self._from, select.POLLIN, 0.0) and self._read()):
             raise ConfigError(f"{checked_json.shown(bytes(self._said[:100]))}, before it has a job")
         end, left = time.monotonic() + limit, memoryview(line)
@@ -254,15 +208,7 @@ class _Worker:
                 raise _EndedError("the process has ended") from None
 
     def line(self, limit: float) -> bytes:
-        """Return the next line, once it has ended, within so many seconds.
-
-        Raises
-        ------
-        _StoppedError
-            If there is none in time, or the worker has ended.
-        ConfigError
-            If it is too long.
-        """
+        """Return the next whole line, within `limit` seconds."""
         end, seen = time.monotonic() + limit, 0
         while (at := self._said.find(b"\n", seen)) < 0:
             seen = len(self._said)
@@ -297,7 +243,7 @@ class _Worker:
 
 
 class _Reading:
-    """What a worker's events say of a job."""
+    """The state of a job according to a worker's events."""
 
     def __init__(self, kernels: Sequence[Ordered], outcome: Outcome) -> None:
         self._kernels = kernels
@@ -306,15 +252,7 @@ class _Reading:
         self.suspect: Ordered | None = None
 
     def takes(self, event: Mapping[str, Any]) -> bool:
-        """Take in an event; return whether it is the last.
-
-        Raises
-        ------
-        ConfigError
-            If it says what no worker does.
-        _ImpossibleError
-            If the problem cannot be measured.
-        """
+        """Take in an event; return whether it is the last."""
         kind = event["event"]
         if kind == "checking":
             self.suspect = self._kernel(event)
@@ -325,7 +263,7 @@ class _Reading:
         elif kind == "impossible":
             raise _ImpossibleError(_why(event))
         elif kind == "done":
-            self._take_times(event)
+            self._take_times(event["table"])
         elif kind == "ready":
             raise ConfigError("that it is ready, in the middle of a job")
         return bool(kind == "done")
@@ -333,15 +271,9 @@ class _Reading:
     def _kernel(self, event: Mapping[str, Any]) -> Ordered:
         return self._kernels[checked_json.integer(event["kernel"], "kernel", 0, len(self._kernels) - 1)]
 
-    def _take_times(self, event: Mapping[str, Any]) -> None:
-        measured = tuple(map(_measured, checked_json.sequence(event["measured"], "measured")))
-        peers = checked_json.mapping(event["peers"], "peers", None)
-        if len(peers) > _MAX_PEERS:
-            raise ConfigError(f"{len(peers)} peers: at most {_MAX_PEERS} are allowed")
-        times = {
-            checked_json.text(name, "peers"): checked_json.number(us, "peers", *MICROSECONDS)
-            for name, us in peers.items()
-        }
+    def _take_times(self, data: object) -> None:
+        points = Table.from_json(data).points
+        measured = points[0].measured if points else ()
         if len({m.ordered for m in measured}) != len(measured):
             raise ConfigError("a kernel's times, twice")
         if list(measured) != sorted(measured, key=lambda m: m.behind):
@@ -349,7 +281,8 @@ class _Reading:
         right = {entrant.config for entrant in self._kernels if entrant not in self._outcome.failed}
         if {m.config for m in measured} != right:
             raise ConfigError("times of other kernels than those that are right")
-        self._outcome.measured, self._outcome.peers = measured, times
+        self._outcome.measured = measured
+        self._outcome.peers = dict(points[0].peers) if points else {}
 
 
 def _event(line: bytes) -> Mapping[str, Any]:
@@ -368,17 +301,3 @@ def _why(event: Mapping[str, Any]) -> str:
     if not isinstance(why, str):
         raise ConfigError(f"why is {checked_json.shown(why)}: a text is needed")
     return checked_json.printable(why)
-
-
-def _measured(data: object) -> Measured:
-    row = checked_json.sequence(data, "measured")
-    if len(row) != 4:
-        raise ConfigError(
-            f"measured has rows of {len(row)}: a configuration, an order of its tiles, microseconds, a part"
-        )
-    return Measured(
-        config_from_json(row[0]),
-        checked_json.number(row[2], "measured", *MICROSECONDS),
-        checked_json.number(row[3], "measured", *BEHIND),
-        TileOrder.from_json(row[1]),
-    )

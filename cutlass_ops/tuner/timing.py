@@ -7,8 +7,12 @@ cache. In a round, all graphs are replayed once without a pause: after a pause, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import torch
 
@@ -31,25 +35,19 @@ _MAX_LAUNCHES = 32
 
 
 def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
-    """Return how many sets of inputs to rotate so that no set is still in the L2 cache when it is used again."""
+    """Return how many sets of inputs to rotate, so that the L2 cache has lost a set when it is used again."""
     fewest, most = _SETS
     return max(fewest, min(most, math.ceil(_L2_FULL * l2_bytes / bytes_touched)))
 
 
-def expected_us(problem: Problem, element_bytes: int = 2) -> float:
+def expected_us(problem: Problem, element_bytes: float = 2) -> float:
     """Estimate a problem's time in microseconds, only to decide how often to repeat it."""
     moved = problem.bytes(element_bytes, element_bytes, element_bytes)
     return max(problem.flops / _FLOP_PER_US, moved / _BYTES_PER_US) + _START_US
 
 
 class Stopwatch:
-    """Time variants captured in CUDA graphs, round by round.
-
-    Parameters
-    ----------
-    expected : float
-        Rough time of one call in microseconds, which determines the number of calls per replay.
-    """
+    """Time variants captured in CUDA graphs, round by round."""
 
     def __init__(self, expected: float) -> None:
         self._launches = max(3, min(_MAX_LAUNCHES, round(_REPLAY_US / expected)))
@@ -90,3 +88,82 @@ class Stopwatch:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+Entrant = TypeVar("Entrant", bound=Hashable)
+
+# (rounds, limit): after this many rounds, an entrant drops out if it is slower than the leader by more than the limit
+# in all but its best quarter of rounds.
+_LIMITS = ((2, 0.25), (3, 0.10), (5, 0.05), (8, 0.03))
+
+
+@dataclass(frozen=True)
+class Standing(Generic[Entrant]):
+    """An entrant's result."""
+
+    entrant: Entrant
+    times: tuple[float, ...]  # in each of its rounds, in the unit of the measurement
+    behind: float  # average time relative to the winner's, minus one: 0 for the winner, 0.02 for 2% slower
+
+    @property
+    def median(self) -> float:
+        """The median of its times."""
+        return statistics.median(self.times)
+
+
+def race(
+    entrants: Sequence[Entrant],
+    measure: Callable[[Sequence[Entrant]], Sequence[float]],
+    *,
+    guests: Sequence[Entrant] = (),
+    rounds: int = 15,
+    seed: int = 0,
+) -> list[Standing[Entrant]]:
+    """Run a race of distinct, hashable entrants; return all standings, the fastest first.
+
+    `measure` runs entrants once in the given order and returns their times, which must be positive. Guests run in every
+    round but never lead or drop out. Entrants that ran more rounds come before those that dropped out; guests are last.
+    Raises ValueError if there is no entrant, an entrant is listed twice, or there are no rounds.
+    """
+    everyone = [*entrants, *guests]
+    if not entrants or len(set(everyone)) != len(everyone):
+        raise ValueError(f"a race needs distinct entrants, and at least one: {everyone}")
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}: use at least 1")
+    rng = random.Random(seed)
+    times: dict[Entrant, list[float]] = {e: [] for e in everyone}
+    running = list(entrants)
+    for number in range(1, rounds + 1):
+        order = [*running, *guests]
+        rng.shuffle(order)
+        for entrant, time in zip(order, measure(order), strict=True):
+            times[entrant].append(time)
+        leader = _leader(times, running)
+        running = [e for e in running if not _hopeless(_ratios(times[e], times[leader]), number)]
+    winner = _leader(times, running)
+    standings = [Standing(e, tuple(t), _middle(_ratios(t, times[winner])) - 1) for e, t in times.items()]
+    invited = set(guests)
+    return sorted(standings, key=lambda s: (s.entrant in invited, -len(s.times), s.behind))
+
+
+def _leader(times: dict[Entrant, list[float]], running: Sequence[Entrant]) -> Entrant:
+    """Return the running entrant with the smallest average ratio to the fastest time of each round."""
+    fastest = [min(each) for each in zip(*(times[e] for e in running), strict=True)]
+    return min(running, key=lambda e: _middle(_ratios(times[e], fastest)))
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Return the mean of the middle half."""
+    cut = len(values) // 4
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def _ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return the ratios of the rounds that both ran."""
+    return [a / b for a, b in zip(own, other, strict=False)]
+
+
+def _hopeless(ratios: Sequence[float], number: int) -> bool:
+    limit = next((part for after, part in reversed(_LIMITS) if number >= after), None)
+    lucky = sorted(ratios)[len(ratios) // 4]
+    return limit is not None and lucky > 1 + limit

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import f64, i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
@@ -22,26 +21,17 @@ from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import spreads
 from cutlass_ops.kinds.table import kind_of
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import OpSignature
-from cutlass_ops.tuner import racing
-from cutlass_ops.tuner.racing import Standing
-from cutlass_ops.tuner.timing import Run, Stopwatch, expected_us, rotation
+from cutlass_ops.tuner.timing import Run, Standing, Stopwatch, expected_us, race, rotation
 
 # How many kernels are tried with every order of tiles.
 _FINALISTS = 3
 
-# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums. The
-# Tensor Core adds FP8 products up with fewer bits (docs/fp8.md), which a result in FP32 shows.
+# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of sums.
 _ROUNDING = 2.0
-_SUMS = 1e-4
-_SUMS_OF_8_BITS = 2.0**-9
-# Of operands that are rounded to 10 bits of fraction first.
-_SUMS_OF_TF32 = 2.0**-10
-# Of FP64, for numbers are those of FP32 in what results are compared with.
-_SUMS_OF_FP64 = 1e-6
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
 # more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
@@ -68,40 +58,20 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to launch kernels: with rows spread over groups in one way; else the only one.
+    """One way to launch kernels: one spread of rows over groups, or the only way without groups."""
 
-    Attributes
-    ----------
-    weight : float
-        How much its time counts. All weights add up to 1.
-    sizes : tuple of int
-        How many rows each group has.
-    operands : tuple of Tensor
-        What a kernel takes after D: where the groups end.
-    """
-
-    weight: float = 1.0
-    sizes: tuple[int, ...] = ()
-    operands: tuple[Tensor, ...] = ()
+    weight: float = 1.0  # how much its time counts; all weights add up to 1
+    sizes: tuple[int, ...] = ()  # how many rows each group has
+    operands: tuple[Tensor, ...] = ()  # what a kernel takes after D: where the groups end
 
 
 class Trial:
-    """Kernels of one signature at one problem.
+    """Kernels of one signature at one problem, on a CUDA device with an index.
 
-    Parameters
-    ----------
-    signature : OpSignature
-        Epilogue and operand types.
-    problem : Problem
-        Its extents. Of groups, M is the mean of a group's rows, or K is if these are added up.
-    device : torch.device
-        A CUDA device, with its index.
-    seed : int
-        Of the inputs, which are normal: A and B such that the accumulator's variance is 1, and a further product's as
-        well. Scalars are 0.5.
-    spreads : sequence of str
-        How rows are spread over groups; by default in all ways that are assumed. A kernel's time is then the geometric
-        mean over them, as the time model has it.
+    For groups, the problem's M is the mean of a group's rows, or its K is if these are added up. Inputs are normal: the
+    variance of the accumulator is 1, and that of a further product as well. Scalars are 0.5. By default rows are spread
+    over groups in all ways that are assumed. A kernel's time is then the geometric mean over them, as in the time
+    model.
     """
 
     def __init__(
@@ -116,7 +86,7 @@ class Trial:
         self._problem = problem
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
-        width = signature.a.dtype.bytes
+        width = signature.a.dtype.bits / 8
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
         self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, width, width), l2_bytes))]
         self._ways = _ways(signature.form, problem, spreads, device, seed) if signature.form.operands else (_Way(),)
@@ -126,15 +96,7 @@ class Trial:
         self._peers: list[str] = []
 
     def admit(self, entrant: Ordered, kernel: LoadedKernel) -> str | None:
-        """Enter a kernel for the race if it is right; return what is wrong if it is not.
-
-        Parameters
-        ----------
-        entrant : Ordered
-            Its configuration with the order of its tiles.
-        kernel : LoadedKernel
-            The kernel.
-        """
+        """Enter a kernel for the race if it is right; return what is wrong if it is not."""
         runs = [self._run(entrant, kernel, way) for way in self._ways]
         for run, wanted in zip(runs, self._wanted, strict=True):
             for output in self._sets[0].outputs:
@@ -153,15 +115,15 @@ class Trial:
         return None
 
     def _names(self, entrant: Ordered | str) -> list[object]:
-        """Return how the stopwatch calls an entrant, in each way to launch it."""
+        """Return the stopwatch's names of an entrant, one for each way to launch it."""
         return [entrant] if len(self._ways) == 1 else [(entrant, way) for way in range(len(self._ways))]
 
     def rehearse(self, entrant: Ordered) -> None:
-        """Run a kernel that was admitted as the race will, alone: if it fails only then, it is known by name."""
+        """Run an admitted kernel alone, as the race will: if it fails only then, its name is known."""
         self._watch.round(self._names(entrant))
 
     def admit_peers(self) -> None:
-        """Enter PyTorch's ways to compute the same, which there are none of for groups."""
+        """Enter PyTorch's ways to compute the same. Groups have none."""
         if self._signature.form.operands:
             return
         for name, peer in peers(self._signature.epilogue, self._sets[0].a.dtype).items():
@@ -173,19 +135,10 @@ class Trial:
     def race(
         self, rounds: int, on_round: Callable[[], None]
     ) -> tuple[tuple[Measured, ...], tuple[tuple[str, float], ...]]:
-        """Race all that entered, then the orders of tiles of the best.
+        """Race all that entered, then the tile orders of the best.
 
-        Parameters
-        ----------
-        rounds : int
-            How often those that stay run, where they are short.
-        on_round : callable
-            Called before each round.
-
-        Returns
-        -------
-        tuple of Measured, tuple of (str, float)
-            The kernels, the fastest first; and the peers' microseconds.
+        Short kernels that stay run `rounds` times. `on_round` is called before each round. Returns the kernels, the
+        fastest first, and the peers' microseconds.
         """
         if not self._kernels:
             return (), ()
@@ -193,12 +146,12 @@ class Trial:
         rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
         # A peer that is ahead must not cost the kernels their rounds.
         entrants: list[Ordered | str] = [*self._kernels]
-        standings = racing.race(entrants, measure, guests=self._peers, rounds=rounds)
+        standings = race(entrants, measure, guests=self._peers, rounds=rounds)
         ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
         finalists = _best_orders(ranked)[:_FINALISTS]
         further = self._further(finalists)
         entrants = [finalists[0], *further]
-        second = racing.race(entrants, measure, guests=self._peers, rounds=rounds) if further else []
+        second = race(entrants, measure, guests=self._peers, rounds=rounds) if further else []
         ratios = _combined(standings, second, finalists[0])
         # Medians over different rounds cannot be compared, since the chip's clock moves; ratios within a round can.
         best = min((c for c in ratios if not isinstance(c, str)), key=ratios.__getitem__)
@@ -211,7 +164,7 @@ class Trial:
         return tuple(measured), tuple((name, unit * ratios[name]) for name in self._peers)
 
     def _further(self, finalists: Sequence[Ordered]) -> list[Ordered]:
-        """Enter other orders of tiles of some kernels, which differ."""
+        """Enter different tile orders of some kernels."""
         entered: list[Ordered] = []
         if self._signature.form.operands:
             return entered  # whose tiles have one order
@@ -225,7 +178,7 @@ class Trial:
         return entered
 
     def _measurement(self, on_round: Callable[[], None]) -> Callable[[Sequence[Ordered | str]], list[float]]:
-        """Return what times one round after another, and says so before each."""
+        """Return a function that times one round after another, and reports before each."""
         weights = [way.weight for way in self._ways]
 
         def measure(order: Sequence[Ordered | str]) -> list[float]:
@@ -294,16 +247,10 @@ class Trial:
         )
 
     def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
-        tensor = _empty(shape, operand, self._device)
-        if operand.dtype.bits >= 16:
-            return tensor.normal_(0, scale, generator=self._generator)
-        if operand.dtype is i8:
-            return tensor.random_(-128, 128, generator=self._generator)
-        drawn = torch.empty(shape, device=self._device).normal_(0, scale, generator=self._generator)
-        return tensor.copy_(drawn)
+        return filled(_empty(shape, operand, self._device), scale, self._generator)
 
     def _exact(self, x: _Tensors, sizes: Sequence[int] = ()) -> list[Tensor]:
-        """Return the outputs in FP64; of groups, whose rows follow each other, for so many rows each."""
+        """Return the outputs in FP64; for groups, whose rows follow each other, with the given rows of each."""
         if sizes:
             ends = np.cumsum([0, *sizes]).tolist()
             places = [(group, slice(*both)) for group, both in enumerate(pairwise(ends))]
@@ -340,10 +287,10 @@ class Trial:
 
     def _wrong(self, every: Sequence[Tensor]) -> str | None:
         outputs = self._signature.epilogue.outputs
-        multiplied = self._signature.a.dtype
-        usual = _SUMS if multiplied.bits >= 16 else _SUMS_OF_8_BITS
-        sums = {tf32: _SUMS_OF_TF32, f64: _SUMS_OF_FP64}.get(multiplied, usual)
-        sums *= 1 + len(self._signature.epilogue.products)  # what is multiplied with each other is off by both
+        instructions = mma.mma_of(self._signature.a.dtype, self._signature.b.dtype)
+        assert instructions is not None
+        sums = instructions.error
+        sums *= 1 + len(self._signature.epilogue.products)  # a product of two values has the errors of both
         for output, found, wanted in zip(outputs, self._sets[0].outputs, every, strict=True):
             if not found.dtype.is_floating_point:
                 rounded = reference.rounded(wanted, found.dtype)
@@ -367,6 +314,15 @@ class Trial:
         return None
 
 
+def filled(tensor: Tensor, scale: float, generator: torch.Generator | None = None) -> Tensor:
+    """Fill a tensor with normal numbers, or with whole numbers of 8 bits, and return it."""
+    if not tensor.dtype.is_floating_point:
+        return tensor.random_(-128, 128, generator=generator)
+    if tensor.dtype.itemsize > 1:
+        return tensor.normal_(0, scale, generator=generator)
+    return tensor.copy_(torch.empty(tensor.shape, device=tensor.device).normal_(0, scale, generator=generator))
+
+
 def _rounding(values: Tensor, dtype: torch.dtype) -> float:
     """Return the relative error of rounding values of this size to a type.
 
@@ -382,7 +338,7 @@ def _heats(problem: Problem) -> bool:
 
 
 def _launched(problem: Problem, form: Form) -> Problem:
-    """Return a problem as a launch has it: with all rows of groups, where it has the mean of their rows."""
+    """Return the problem of a launch: with all rows of groups, if it has the mean of their rows."""
     if form == RAGGED_K:
         return problem._replace(k=problem.k * problem.count)
     return problem._replace(m=problem.m * problem.count) if form.operands else problem
@@ -424,7 +380,7 @@ def _best_orders(ranked: Sequence[Ordered]) -> list[Ordered]:
 def _combined(
     first: Sequence[Standing[Ordered | str]], second: Sequence[Standing[Ordered | str]], anchor: Ordered
 ) -> dict[Ordered | str, float]:
-    """Return everyone's time over the anchor's, who ran in both races; where both know it, the second does."""
+    """Return all times over that of the anchor, which ran in both races; the second race takes precedence."""
     found: dict[Ordered | str, float] = {}
     for standings in (first, second):
         unit = next((1 + s.behind for s in standings if s.entrant == anchor), 1.0)

@@ -23,12 +23,12 @@ import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.entry import Artifact
-from cutlass_ops.base import env, writable
+from cutlass_ops.base import disk, env
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
+from cutlass_ops.base.frozen import plain, plain_field
 from cutlass_ops.base.mma import OPERANDS, Math
-from cutlass_ops.base.progress import progress
-from cutlass_ops.base.whole import plain, plain_field
+from cutlass_ops.base.terminal import progress
 from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Table
@@ -44,9 +44,9 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.spreads import in_order as spreads_in_order
 from cutlass_ops.kinds.table import kind_of
-from cutlass_ops.run.call import call_at, device_of, signature_of
-from cutlass_ops.run.grouped import grouped_gemm_wgrad, wgrad_op
-from cutlass_ops.run.groups import require as require_groups
+from cutlass_ops.operand.call import call_at, device_of, signature_of
+from cutlass_ops.operand.groups import require as require_groups
+from cutlass_ops.run.gemm import op_for
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.requests import called
@@ -64,10 +64,7 @@ _CENTRES = 2
 
 @dataclass(frozen=True)
 class Task:
-    """One problem and the configurations that may win there with the orders of their tiles, the likeliest first.
-
-    Of groups, `spreads` names the ways in which rows are spread, if these are not all that are assumed.
-    """
+    """One problem and the configurations, with tile orders, that may win there, the likeliest first."""
 
     signature: OpSignature
     problem: Problem
@@ -106,7 +103,7 @@ class Effort:
 
     Examples
     --------
-    >>> effort = co.Effort(kernels=16, seconds=600)  # ten minutes at most
+    >>> effort = co.types.Effort(kernels=16, seconds=600)  # ten minutes at most
     >>> effort.candidates, effort.refine
     (12, False)
     """
@@ -172,28 +169,12 @@ def plan(
     deterministic: bool = False,
     spreads: tuple[str, ...] = (),
 ) -> list[Task]:
-    """Choose what to measure.
+    """Choose what to measure, signature by signature.
 
-    Parameters
-    ----------
-    problems : mapping of OpSignature to problems
-        What to tune for.
-    device : Device
-        Where it will run.
-    effort : Effort
-        The limits.
-    known : mapping of OpSignature to Table, optional
-        What was measured before, around which a refinement looks.
-    deterministic : bool
-        Whether to measure only kernels that add up a tile's K as a whole.
-    spreads : tuple of str
-        How rows are spread over groups; by default in all ways that are assumed.
-
-    Returns
-    -------
-    list of Task
-        Signature by signature. The kernels of one are chosen together: what dispatch chooses now at most problems, half
-        of them at most, and those that the model says help most besides. What dispatch chooses races where it serves.
+    `known` is what was measured before; a refinement looks around it. With `deterministic`, only kernels are measured
+    that add up a tile's K as a whole. By default rows are spread over groups in all ways that are assumed. The kernels
+    of a signature are chosen together: first what dispatch chooses now at most problems, up to half of them, then those
+    that help most according to the model. What dispatch chooses races at the problems that it serves.
     """
     tasks: list[Task] = []
     for signature, each in problems.items():
@@ -255,7 +236,7 @@ def _first(ranked: Sequence[Config], kind: Kind[Any]) -> list[Config]:
 def _predicted(
     policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...]
 ) -> dict[Problem, dict[Config, float]]:
-    """Return configurations' times, as dispatch would know them if they were among its kernels."""
+    """Return configurations' times, as dispatch would predict them if they were among its kernels."""
     wide = policy.with_further(configs)
     place = {c: at for at, c in enumerate(wide.kernels)}
     times = wide.expected(problems).times[:, [place[c] for c in configs]].tolist()
@@ -263,16 +244,17 @@ def _predicted(
 
 
 def entrants(config: Config, problem: Problem, device: Device) -> list[Ordered]:
-    """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
+    """Return a kernel as it enters a race: in the usual tile order, and by GPC if that may gain much."""
     orders = config.usual_order(problem), *kind_of(config).orders_by_gpc(config, problem, device)[:1]
     return [Ordered(config, order) for order in orders]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
-    """Return what may be worth measuring at a problem, and what would be picked now."""
-    usual = (*space.few_rows(policy.signature, problem, device), *policy.kernels)
+    """Return the configurations that may be worth measuring at a problem, and those that would be picked now."""
+    special = space.fitting(policy.signature, problem, device)
+    usual = (*(c for c in special if c.few_rows), *policy.kernels)
     if not centres:
-        usual = (*space.small_tiles(policy.signature, problem, device), *usual)
+        usual = (*(c for c in special if not c.few_rows), *usual)
         return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
     around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre, device))]
     return list(dict.fromkeys([*around, *usual]))
@@ -313,28 +295,18 @@ Measure = Callable[[OpSignature, Problem, Mapping[Ordered, Path]], Outcome]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run takes place, and where it keeps what it finds.
+    """The device of a run, and the folder of its results."""
 
-    Attributes
-    ----------
-    name : str
-        The device's name, as the driver gives it.
-    device : Device
-        What the choice of kernels needs to know of it.
-    folder : Path
-        Of the tables.
-    """
-
-    name: str
+    name: str  # the device's name, as the driver gives it
     device: Device
-    folder: Path
+    folder: Path  # of the tables
 
     def path(self, signature: OpSignature) -> Path:
-        """Return where a signature's table lies."""
+        """Return the path of a signature's table."""
         return tables.path_of(self.folder, self.name, signature)
 
     def table(self, signature: OpSignature) -> Table:
-        """Return what is known of a signature."""
+        """Return the known measurements of a signature."""
         try:
             return tables.load(self.path(signature))
         except FileNotFoundError:
@@ -353,36 +325,7 @@ def run(
     executor: Executor | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Report:
-    """Compile, measure and record.
-
-    Parameters
-    ----------
-    tasks : sequence of Task
-        What to measure.
-    place : Place
-        Where it runs and where results are kept.
-    effort : Effort
-        The limits.
-    measure : callable
-        Checks and races kernels, given their artifacts' folders.
-    again : bool
-        Whether to measure what a table has already.
-    allow_fallback : bool
-        Whether calls may then be served by PyTorch where that was faster.
-    deterministic : bool
-        Whether calls may then be served only by kernels that add up a tile's K as a whole.
-    executor : concurrent.futures.Executor, optional
-        Compiles the kernels; by default this process does.
-    show : callable, optional
-        Takes each line of progress; by default as :func:`cutlass_ops.base.progress.progress` has it.
-
-    Raises
-    ------
-    ConfigError
-        If a file in the folder is not a tuning table.
-    ToolchainError, StoreError
-        If no kernel can be compiled or stored.
-    """
+    """Compile, measure and record."""
     began = time.monotonic()
     report = Report({task.signature: place.table(task.signature) for task in tasks}, asked=len(tasks))
     known = {s: _known(t, deterministic) for s, t in report.tables.items()}
@@ -430,10 +373,7 @@ def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
 
 
 def _known(table: Table, deterministic: bool) -> set[tuple[Problem, tuple[str, ...]]]:
-    """Return the problems that need no measurement, with how rows were spread over groups.
-
-    Where a kernel won that may not serve, the others raced little.
-    """
+    """Return the problems that need no measurement, with how rows were spread over groups."""
     return {(p.problem, p.spreads) for p in table.points if not deterministic or p.measured[0].config.whole_k}
 
 
@@ -447,7 +387,7 @@ def _keep(
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A task with its kernels, which are there or on their way."""
+    """A task with its kernels, which are compiled or being compiled."""
 
     task: Task
     specs: tuple[KernelSpec, ...]
@@ -459,10 +399,7 @@ class _Job:
 
 
 def _next(jobs: Sequence[_Job], seconds: float) -> _Job | None:
-    """Return a job whose kernels are all there, waiting for the first if there is none.
-
-    None if no job is left, or time is up before one is ready.
-    """
+    """Return a job whose kernels are all there, after waiting if needed; None if no job or no time is left."""
     until = time.monotonic() + seconds
     while jobs and (left := until - time.monotonic()) > 0:
         ready = next((job for job in jobs if job.ready), None)
@@ -514,6 +451,7 @@ def tune(
     batches: int | None = None,
     groups: int | None = None,
     spreads: Sequence[str] = (),
+    wgrad: bool = False,
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
     device: int = 0,
@@ -530,9 +468,9 @@ def tune(
 
     Parameters
     ----------
-    op : Op, Epilogue or cutlass_ops.gemm
+    op : Op, Epilogue, cutlass_ops.gemm or str
         A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or
-        ``cutlass_ops.gemm`` for D = A @ B. Or :func:`cutlass_ops.grouped_gemm_wgrad`.
+        ``cutlass_ops.gemm`` for D = A @ B, or the name of one.
     shapes : iterable of (M, N, K)
         The problems. Calls with similar shapes also use the results.
     dtypes : str, torch.dtype, or sequence of such
@@ -540,19 +478,19 @@ def tune(
         default, or BF16 if A and B are FP8. Kernels are measured with these types: if your calls use others, pass
         `out_dtype` and `input_dtypes`.
     a, b : {"row", "col"}
-        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``. ``grouped_gemm_wgrad`` ignores
-        them.
+        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``. `wgrad` ignores them.
     batches : int, optional
         Tune calls with this number of batches, A (batches, M, K) and B (batches, K, N). Default: a single B.
     groups : int, optional
-        Tune :func:`cutlass_ops.grouped_gemm` and :func:`cutlass_ops.grouped_gemm_masked` with this number of experts. M
-        of a shape is then the mean number of rows of an expert, slightly rounded. `op` is the epilogue, or
-        ``cutlass_ops.gemm`` for none. For ``grouped_gemm_wgrad``, M and N of a shape are the size of the gradient, and
-        K is the mean number of rows.
+        Tune calls with this number of :class:`cutlass_ops.Groups`. M of a shape is then the mean number of rows of a
+        group, slightly rounded.
     spreads : sequence of str
-        How rows are spread over the experts: ``"equal"``, ``"random"`` (each row goes to a random expert), ``"Zipf"``
-        (Zipf's law) or ``"one"`` (all rows belong to one expert). Default: all four. A kernel's time is the geometric
+        How rows are spread over the groups: ``"equal"``, ``"random"`` (each row goes to a random group), ``"Zipf"``
+        (Zipf's law) or ``"one"`` (all rows belong to one group). Default: all four. A kernel's time is the geometric
         mean over them, with the weights in ``cutlass_ops/kinds/spreads.py``.
+    wgrad : bool
+        Whether to tune sums over each group's rows, as for the gradient of weights. M and N of a shape are then the
+        size of the gradient, and K is the mean number of rows.
     out_dtype : torch.dtype, optional
         D's dtype. Default: that of A.
     input_dtypes : mapping of str to str, optional
@@ -612,7 +550,7 @@ def tune(
 
     >>> weights = [(4096, 4096), (11008, 4096)]  # N and K
     >>> shapes = [(m, n, k) for n, k in weights for m in (1, 16, 256, 4096)]
-    >>> effort = co.Effort(kernels=96, seconds=3600)
+    >>> effort = co.types.Effort(kernels=96, seconds=3600)
     >>> report = co.tune(co.gemm_bias_relu, shapes, dtypes=("bf16", "f16"), effort=effort)  # doctest: +SKIP
 
     A layer of 64 experts with 16 rows each on average, spread at random or by Zipf's law:
@@ -624,9 +562,13 @@ def tune(
     for name, major in (("a", a), ("b", b)):
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: use 'row' or 'col', the major of {name.upper()}")
-    asked, effort = wgrad_op() if op is grouped_gemm_wgrad else called(op), effort or Effort()
+    asked, effort = called(op), effort or Effort()
+    if wgrad:
+        if groups is None:
+            raise ValueError("wgrad sums over the rows of groups: say how many, as groups=64")
+        asked = op_for(asked.epilogue, RAGGED_K.name)
     if not isinstance(effort, Effort):
-        raise TypeError(f"effort must be a cutlass_ops.Effort, not {reprlib.repr(effort)}")
+        raise TypeError(f"effort must be a cutlass_ops.types.Effort, not {reprlib.repr(effort)}")
     batches, groups = plain(batches), plain(groups)
     form, ways = _form(asked, batches, groups, spreads), spreads_in_order(spreads)
     if form.operands and allow_fallback:
@@ -665,13 +607,7 @@ def tune(
 
 
 def _form(asked: Op, batches: int | None, groups: int | None, spreads: Sequence[str]) -> Form:
-    """Return the form of the calls that are tuned.
-
-    Raises
-    ------
-    ValueError
-        If the op has none that can be tuned, or an argument does not fit. The message says what to do.
-    """
+    """Return the form of the tuned calls. Raises ValueError if the op has none, or an argument does not fit."""
     for name, count in (("batches", batches), ("groups", groups)):
         if count is not None and (type(count) is not int or count < 1):
             raise ValueError(f"{name} is {count!r}: give a number of {name}, 1 or more")
@@ -708,7 +644,7 @@ def signature_at(
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
     kept = Path(folder) if folder else _folder()
     # Before kernels are compiled and measured for hours.
-    writable.require_folder(kept)
+    disk.require_folder(kept)
     if not torch.cuda.is_available():
         raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
     if device not in range(torch.cuda.device_count()):
@@ -719,7 +655,7 @@ def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
 
 
 def _folder() -> Path:
-    """Return where calls look for tables."""
+    """Return the folder in which calls look for tables."""
     try:
         return env.tuning_dir()
     except env.NoHomeError as exc:

@@ -6,6 +6,7 @@ standard output, one line of JSON each. :mod:`cutlass_ops.tuner.measuring` start
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -41,16 +42,17 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
 
     from cutlass_ops.artifacts import loader
     from cutlass_ops.artifacts.entry import open_entry
-    from cutlass_ops.choose.tables import signature_from_json
-    from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
+    from cutlass_ops.choose.tables import Point, Table
+    from cutlass_ops.declare.config import Ordered, config_from_json
     from cutlass_ops.declare.order import TileOrder
     from cutlass_ops.declare.problem import Problem
+    from cutlass_ops.declare.signature import signature_from_json
     from cutlass_ops.tuner.trial import Trial
 
-    problem = Problem.from_json(job["problem"])
+    signature, problem = signature_from_json(job["signature"]), Problem.from_json(job["problem"])
     emit("preparing")
     try:
-        trial = Trial(signature_from_json(job["signature"]), problem, device, spreads=job["spreads"])
+        trial = Trial(signature, problem, device, spreads=job["spreads"])
     except torch.OutOfMemoryError:
         emit("impossible", why="its tensors do not fit into the device's memory")
         return
@@ -65,8 +67,9 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
     emit("peers")
     trial.admit_peers()
     measured, others = trial.race(job["rounds"], lambda: emit("racing"))
-    rows = [[config_to_json(m.config), m.order.to_json(), m.microseconds, m.behind] for m in measured]
-    emit("done", measured=rows, peers=dict(others))
+    here, today = torch.cuda.get_device_properties(device), datetime.datetime.now(datetime.timezone.utc)
+    points = (Point(problem, f"{today:%Y-%m-%d}", measured, others),) if measured else ()
+    emit("done", table=Table(here.name, here.multi_processor_count, signature, points).to_json())
     del trial
     torch.cuda.empty_cache()
 

@@ -41,7 +41,7 @@ def show_more(bundle: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     spec = next(kernel.spec for kernel in bundle.kernels() if kernel.spec.epilogue == co.gemm_bias_relu.graph)
     try:
         co.build(spec)(x, weight.t(), bias)
-    except co.NoDeviceError as exc:
+    except co.errors.NoDeviceError as exc:
         print(f"no GPU: {exc}")
     else:
         sys.exit("an exact kernel ran without a GPU")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cutlass_ops.base import elf
-from cutlass_ops.base.arch import OPCODES
+from cutlass_ops.base.sass import OPCODES
 
 # The lowest nine bits of an instruction. FFMA is no Tensor Core instruction, so the library has no need of it.
 _COUNTED = {**OPCODES, 0x023: "FFMA"}

@@ -10,7 +10,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.gpus import gpu_named
-from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.operand.call import check_call, device_of, signature_of
 
 from .problem import Shape
 

@@ -7,10 +7,11 @@
 //   null]]}, "inputs": {"bias": "bf16.row.align1"}, "outputs": {}, "target": "sm_90a"}
 // Rebuild: save the declaration as spec.json, then: python -m cutlass_ops build spec.json
 
+#if defined(__CUDA_ARCH__)
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
+#endif
 #include "cutlass_ops/sm90_gemm.h"
-#include "cutlass_ops/epilogue.h"
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
@@ -101,6 +102,7 @@ namespace {
 struct Gemm {
   using GemmKernel = ::GemmKernel;
   static void const* kernel() { return cutlass_ops::handle(&gemm_bias_gelu_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_7d4db48a764e); }
+  static constexpr bool kOverlaps = true;
 
   struct Operands {
     cutlass_ops::Problem problem;

@@ -1,5 +1,5 @@
 // What the kernel that copies operands along K (along_k.h) makes of every kind of matrix, computed on the host: its threads one
-// after the other, and the halves of a thread block one after the other. tests/compile/test_copies_on_the_host.py compiles it. It
+// after the other, and the halves of a thread block one after the other. tests/compile/test_programs_on_the_host.py compiles it. It
 // says "ok", or what is wrong.
 
 #include <cstdio>

@@ -1,6 +1,6 @@
 // What needs no GPU of kernels for groups of rows. Where TMA would store elements: the descriptors of ragged.h, encoded by a
 // driver that keeps what it is asked for, with coordinates computed by the host. And which tiles the scheduler of
-// sm90_grouped.h hands out, to a warp of 32 contexts that take turns. tests/compile/test_groups_on_the_host.py compiles it. It
+// sm90_grouped.h hands out, to a warp of 32 contexts that take turns. tests/compile/test_programs_on_the_host.py compiles it. It
 // says "ok", or what is wrong.
 
 #include <setjmp.h>

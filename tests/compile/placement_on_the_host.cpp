@@ -1,5 +1,5 @@
 // Which GPCs clusters land on (placement.h), with a CUDA runtime that places them on devices of its own: no GPU is needed.
-// tests/compile/test_placement.py compiles it. It says "ok", or what is wrong.
+// tests/compile/test_programs_on_the_host.py compiles it. It says "ok", or what is wrong.
 
 #include "cutlass_ops/placement.h"
 

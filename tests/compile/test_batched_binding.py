@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cutlass_ops.artifacts.loader import Reason, refusal
-from cutlass_ops.base import resources
-from cutlass_ops.compilation.toolchain import find_toolchain
-from cutlass_ops.run import batches
+from cutlass_ops.operand import batches
+from tests.compile import host
 
 pytestmark = pytest.mark.compile
 
@@ -91,15 +90,7 @@ NAMES = ("a", "b", "out", "row", "col", "tile")
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """Compile the program, and keep it running."""
-    toolchain, folder = find_toolchain(), tmp_path_factory.mktemp("binding")
-    source, path = folder / "binding.cpp", folder / "binding"
-    source.write_text(PROGRAM)
-    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
-    include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
-    # What is not called here, a stream and a device, needs no library: only the functions above are linked.
-    flags = ["-std=c++17", "-w", "-fpermissive", "-ffunction-sections", "-Wl,--gc-sections"]
-    command = [toolchain.host_compiler, *flags, *include, source, "-o", path]
-    subprocess.run([str(part) for part in command], check=True)
+    path = host.program(tmp_path_factory.mktemp("binding"), PROGRAM, *host.UNLINKED)
     with subprocess.Popen([str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         yield running
         running.stdin.close()

@@ -5,8 +5,7 @@ import subprocess
 import pytest
 
 from cutlass_ops.artifacts.loader import Reason, refusal
-from cutlass_ops.base import resources
-from cutlass_ops.compilation.toolchain import find_toolchain
+from tests.compile import host
 
 pytestmark = pytest.mark.compile
 
@@ -89,18 +88,10 @@ BLOCKS, SCALES, WORKSPACE = 7, 8, 11
 @pytest.fixture(scope="module")
 def status(tmp_path_factory):
     """Run the program, and return what it says of a changed argument."""
-    toolchain, folder = find_toolchain(), tmp_path_factory.mktemp("binding")
-    source, program = folder / "binding.cpp", folder / "binding"
-    source.write_text(PROGRAM)
-    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
-    include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
-    # What is not called here, a stream and a device, needs no library: only the functions above are linked.
-    flags = ["-std=c++17", "-w", "-fpermissive", "-ffunction-sections", "-Wl,--gc-sections"]
-    command = [toolchain.host_compiler, *flags, *include, source, "-o", program]
-    subprocess.run([str(part) for part in command], check=True)
+    path = host.program(tmp_path_factory.mktemp("binding"), PROGRAM, *host.UNLINKED)
 
     def run(position, change):
-        done = subprocess.run([str(program), str(position), change], capture_output=True, text=True, check=True)
+        done = subprocess.run([str(path), str(position), change], capture_output=True, text=True, check=True)
         return int(done.stdout)
 
     return run
@@ -134,11 +125,7 @@ def test_scales_of_blocks_have_any_strides(status, change):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        ("another row", Reason.SHAPE),
-        ("another column", Reason.SHAPE),
-        ("an odd address", Reason.ALIGNMENT),
-    ],
+    [("another row", Reason.SHAPE), ("another column", Reason.SHAPE), ("an odd address", Reason.ALIGNMENT)],
 )
 def test_scales_of_blocks_fit_the_problem(status, change, reason):
     assert refusal(status(BLOCKS, change)) == (BLOCKS, reason)

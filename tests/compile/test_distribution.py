@@ -30,16 +30,15 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.gpus import BY_TARGET
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run.registry import Registry
-from cutlass_ops.run.supply import supply
 
 device = BY_TARGET["sm_80"]
 # A weight whose choices are in the bundle, and another one.
 for problem in (Problem(64, 4096, 4096), Problem(300, 4096, 4104)):
     call = call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col")
     decision = dispatch.decide(signature_of(call, device), device, problem)
-    kernel = Registry.current().kernel(supply(decision).spec)
+    kernel = Registry.current().kernel(decision.spec)
     assert kernel.describe()["threads"] >= 128
     assert kernel.artifact.origin == f"installed with cutlass-ops-kernels-sm80 {__version__}", kernel.artifact.origin
     print("bundle" if decision.bundled else "model", "tables" if "cutlass_ops.choose.policies" in sys.modules else "")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops.base import resources
-from cutlass_ops.compilation.toolchain import find_toolchain
+from tests.compile import host
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -20,15 +19,8 @@ MAJORS = ("row-col", "row-row", "col-col", "col-row")
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    found = find_toolchain()
-    folders = [resources.templates() / "include", found.cutlass_dir / "include", *found.include_dirs]
-    program = tmp_path_factory.mktemp("host") / "program"
-    # CUTLASS names what only nvcc declares; nothing of that is called.
-    flags = ["-std=c++17", "-O1", "-w", "-fpermissive", "-Wl,--unresolved-symbols=ignore-all"]
     source = Path(__file__).with_name("doubles_on_the_host.cpp")
-    subprocess.run(
-        [found.host_compiler, *flags, *(f"-I{folder}" for folder in folders), source, "-o", program], check=True
-    )
+    program = host.program(tmp_path_factory.mktemp("host"), source, *host.UNRESOLVED)
     text = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     return {line.split()[0]: dict(re.findall(r"([a-z]+-[a-z]+) (\d+)", line)) for line in text.splitlines()}
 

@@ -56,8 +56,8 @@ SM80 = co.Sm80Config(SHAPE(64, 64, 32), co.WarpShape(32, 32, 32), stages=3)
 KERNELS = {
     "sm90 transposed": (all_of_columns, SWAPPED, "HGMMA"),
     "sm80": (all_of_rows, SM80, "HMMA"),
-    "gemv": (everything, co.GemvConfig(4), None),
-    "gemv by tiles": (everything, co.GemvConfig(16, 4, 4), "HMMA"),
+    "gemv": (everything, co.types.GemvConfig(4), None),
+    "gemv by tiles": (everything, co.types.GemvConfig(16, 4, 4), "HMMA"),
 }
 
 
@@ -66,7 +66,7 @@ def test_every_operation_compiles(epilogue, config, opcode):
     spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, config=config)
     assert co.check(spec) == ()
     report = inspect(build_artifact(spec))
-    if not isinstance(config, co.GemvConfig):
+    if not isinstance(config, co.types.GemvConfig):
         assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
     assert opcode is None or report.sass[opcode] > 0
     assert report.spill_stores == report.spill_loads == 0

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutlass_ops.base import resources
-from cutlass_ops.compilation.toolchain import find_toolchain
-from cutlass_ops.run import reference
+from cutlass_ops.operand import reference
+from tests.compile import host
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -19,16 +18,8 @@ VALUES = [1.0, 3.0, 3.0, math.nan, math.nan, -math.inf, math.inf, 0.0, -0.0]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    found = find_toolchain()
-    folders = [resources.templates() / "include", found.tvm_ffi_dir / "include", found.cutlass_dir / "include"]
-    folders += [found.cutlass_dir / "tools/util/include", *found.include_dirs]
-    program = tmp_path_factory.mktemp("host") / "program"
-    # CUTLASS names what only nvcc declares; nothing of that is called.
-    flags = ["-std=c++17", "-O1", "-w", "-fpermissive", "-Wl,--unresolved-symbols=ignore-all"]
     source = Path(__file__).with_name("on_the_host.cpp")
-    subprocess.run(
-        [found.host_compiler, *flags, *(f"-I{folder}" for folder in folders), source, "-o", program], check=True
-    )
+    program = host.program(tmp_path_factory.mktemp("host"), source, *host.UNRESOLVED)
     numbers = [str(number) for pair in SEEDS for number in pair]
     text = subprocess.run([program, *numbers], check=True, capture_output=True, text=True).stdout
     lines = [line.split() for line in text.splitlines()]

@@ -7,11 +7,12 @@ import pytest
 from cutlass_ops.base import arch, elf
 from cutlass_ops.compilation.compiler import compile_flags, link_inputs
 from cutlass_ops.compilation.toolchain import environment, find_toolchain
-from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_OUTPUTS, canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds import render
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutlass_ops.base import resources
-from cutlass_ops.compilation.toolchain import find_toolchain
-from cutlass_ops.declare.config import PointwiseConfig
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.pointwise.config import PointwiseConfig
 from cutlass_ops.kinds.render import render
-from cutlass_ops.run import reference
+from cutlass_ops.operand import reference
+from tests.compile import host
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -45,13 +44,7 @@ def spec(rows, aligned, epilogue):
         b="bf16.col",
         d=f"bf16.row{narrow}",
         inputs={"x": f"bf16.row{narrow}", "y": "f32.col.align1", "bias": "bf16", "scale": "f32", "alpha": "f32"},
-        outputs={
-            "copy": f"f32.row{narrow}",
-            "col_sum": "f32",
-            "col_at": "i32",
-            "row_sum": "f32",
-            "row_lse": "f32",
-        },
+        outputs={"copy": f"f32.row{narrow}", "col_sum": "f32", "col_at": "i32", "row_sum": "f32", "row_lse": "f32"},
         epilogue=epilogue,
         config=PointwiseConfig(rows),
         target="sm_90",
@@ -63,19 +56,13 @@ PROGRAMS = {"aligned": (2, True, GRAPH), "misaligned": (1, False, GRAPH), "turne
 
 @pytest.fixture(scope="module", params=PROGRAMS.values(), ids=PROGRAMS)
 def program(request, tmp_path_factory):
-    found, wanted = find_toolchain(), spec(*request.param)
+    wanted = spec(*request.param)
     assert legality.check(wanted) == ()
     folder = tmp_path_factory.mktemp("host")
     (folder / "kernel.cu").write_text(render(wanted))
-    folders = [resources.templates() / "include", found.tvm_ffi_dir / "include", found.cutlass_dir / "include"]
-    folders += [found.cutlass_dir / "tools/util/include", *found.include_dirs]
-    # CUTLASS names what only nvcc declares; nothing of that is called.
-    flags = ["-std=c++20", "-O1", "-w", "-fpermissive", "-pthread", "-no-pie", "-Wl,--unresolved-symbols=ignore-all"]
-    flags += [f'-DPROGRAM="{folder / "kernel.cu"}"']
     source = Path(__file__).with_name("pointwise_on_the_host.cpp")
-    command = [found.host_compiler, *flags, *(f"-I{each}" for each in folders), source, "-o", folder / "program"]
-    subprocess.run(command, check=True)
-    return folder / "program", *request.param[1:]
+    flags = (*host.UNRESOLVED, "-pthread", "-no-pie", f'-DPROGRAM="{folder / "kernel.cu"}"')
+    return host.program(folder, source, *flags, standard="c++20"), *request.param[1:]
 
 
 def stored(folder, **tensors):

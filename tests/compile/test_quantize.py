@@ -50,15 +50,7 @@ KERNELS = {
     ),
     "scaled": (scaled_swiglu, FP32_SCALES, "e4m3", "e4m3.row", (128, 256, 128), COOPERATIVE, 0),
     "small": (scaled_swiglu, FP32_SCALES, "e4m3", "e4m3.row", (64, 256, 128), PINGPONG, 0),
-    "residual": (
-        biased,
-        {"bias": "bf16", "residual": "bf16.row"},
-        "e4m3",
-        "e5m2.row",
-        (128, 128, 128),
-        PINGPONG,
-        8,
-    ),
+    "residual": (biased, {"bias": "bf16", "residual": "bf16.row"}, "e4m3", "e5m2.row", (128, 128, 128), PINGPONG, 8),
 }
 
 

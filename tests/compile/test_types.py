@@ -1,7 +1,9 @@
 """Kernels of the other types through the real compiler: instructions in the machine code, spills and shared memory."""
 
 import functools
+import math
 import re
+import struct
 import subprocess
 
 import pytest
@@ -10,8 +12,10 @@ import cutlass_ops as co
 from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue.derivatives import vjp
 from cutlass_ops.kinds.proof import prove_tensor_cores
 from cutlass_ops.kinds.table import shared_memory
+from cutlass_ops.run.backward import as_epilogue
 from cutlass_ops.tools.inspection import inspect
 from tests.compile.test_fp8 import quantised
 from tests.sampling import compiled
@@ -35,99 +39,86 @@ def disassembled(library):
     return subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
 
 
+# Of D = gelu(A @ B + bias) in FP64: that of A @ B.
+GRADIENT = as_epilogue(vjp(builtin.bias_gelu.graph, [], in_fp64=True).expression)
+
+
+def sm80(tile, warp, instruction, **more):
+    shapes = co.ThreadblockShape(*tile), co.WarpShape(*warp), co.InstructionShape(*instruction)
+    return co.Sm80Config(*shapes, **more)
+
+
+def sm90(m, n, k, **more):
+    return co.Sm90Config(co.ThreadblockShape(m, n, k), co.ClusterShape(2, 1), **more)
+
+
 KERNELS = {
     # 64x128x8 each: a warpgroup's tile has two along M and four along K, once for the first step and once in the loop.
     "tf32 by wgmma": (
         {"a": "tf32.row", "b": "tf32.col"},
-        co.Sm90Config(co.ThreadblockShape(128, 128, 32), co.ClusterShape(2, 1)),
+        sm90(128, 128, 32),
         ("HGMMA", 2 * 4 * 2),
         r"HGMMA\.64x128x8\.F32\.TF32",
     ),
     # As above, of operands that a kernel of its own copies before.
     "tf32 by wgmma, copied": (
         {"a": "tf32.col", "b": "tf32.row.align1"},
-        co.Sm90Config(co.ThreadblockShape(128, 128, 32), co.ClusterShape(2, 1), realign=True),
+        sm90(128, 128, 32, realign=True),
         ("HGMMA", 2 * 4 * 2),
         r"HGMMA\.64x128x8\.F32\.TF32",
     ),
     # 16x8x8 each: a warp's tile has four along M, eight along N and four along K.
     "tf32 by mma.sync": (
         {"a": "tf32.col", "b": "tf32.row.align1"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), co.InstructionShape(16, 8, 8), stages=3
-        ),
+        sm80((128, 128, 32), (64, 64, 32), (16, 8, 8), stages=3),
         ("HMMA", 4 * 8 * 4),
         r"HMMA\.1688\.F32\.TF32",
     ),
     # As many, three times.
     "3xtf32 by mma.sync": (
         {"a": "tf32x3.row", "b": "tf32x3.col"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 128, 16),
-            co.WarpShape(64, 32, 16),
-            co.InstructionShape(16, 8, 8),
-            stages=3,
-            stream_k=True,
-        ),
+        sm80((128, 128, 16), (64, 32, 16), (16, 8, 8), stages=3, stream_k=True),
         ("HMMA", 4 * 4 * 2 * 3),
         r"HMMA\.1688\.F32\.TF32",
     ),
     # 16x8x4 each: a warp's tile has two along M, eight along N and four along K.
     "fp64 by mma.sync of Hopper": (
         {"a": "f64.col", "b": "f64.row.align1", "d": "f64.row.align1"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 128, 16), co.WarpShape(32, 64, 16), co.InstructionShape(16, 8, 4), stages=3
-        ),
+        sm80((128, 128, 16), (32, 64, 16), (16, 8, 4), stages=3),
         ("DMMA", 2 * 8 * 4),
         r"DMMA\.16x8x4",
     ),
     # As above, of tiles that several blocks share: two along M, four along N, four along K.
     "fp64 of few rows": (
         {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
-        co.Sm80Config(
-            co.ThreadblockShape(32, 128, 16),
-            co.WarpShape(32, 32, 16),
-            co.InstructionShape(16, 8, 4),
-            stages=5,
-            stream_k=True,
-        ),
+        sm80((32, 128, 16), (32, 32, 16), (16, 8, 4), stages=5, stream_k=True),
         ("DMMA", 2 * 4 * 4),
         r"DMMA\.16x8x4",
     ),
     # 16x8x16 each: two along M, four along N, two along K.
     "fp64 by the longest mma.sync of Hopper": (
         {"a": "f64.row", "b": "f64.row", "d": "f64.row.align1"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 64, 32), co.WarpShape(32, 32, 32), co.InstructionShape(16, 8, 16), stages=3
-        ),
+        sm80((128, 64, 32), (32, 32, 32), (16, 8, 16), stages=3),
         ("DMMA", 2 * 4 * 2),
         r"DMMA\.16x8x16",
     ),
     "fp64 by another mma.sync of Hopper": (
         {"a": "f64.col", "b": "f64.col", "d": "f64.row"},
-        co.Sm80Config(
-            co.ThreadblockShape(64, 64, 16),
-            co.WarpShape(32, 32, 16),
-            co.InstructionShape(16, 8, 8),
-            stages=5,
-            stream_k=True,
-        ),
+        sm80((64, 64, 16), (32, 32, 16), (16, 8, 8), stages=5, stream_k=True),
         ("DMMA", 2 * 4 * 2),
         r"DMMA\.16x8x8",
     ),
-    # 8x8x4 each.
+    # 8x8x4 each. The derivative has numbers that FP32 rounds.
     "fp64 by mma.sync": (
-        {"a": "f64.row", "b": "f64.col", "d": "f64.row"},
-        co.Sm80Config(
-            co.ThreadblockShape(64, 128, 16), co.WarpShape(32, 64, 16), co.InstructionShape(8, 8, 4), stages=4
-        ),
+        {"a": "f64.row", "b": "f64.col", "d": "f64.row", "epilogue": GRADIENT},
+        sm80((64, 128, 16), (32, 64, 16), (8, 8, 4), stages=4),
         ("DMMA", 4 * 8 * 4),
         r"DMMA\.884",
     ),
     # 64x128x32 each.
     "int8 by wgmma": (
         {"a": "i8.row", "b": "i8.col", "d": "bf16.row"},
-        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1)),
+        sm90(128, 128, 128),
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
     ),
@@ -140,31 +131,27 @@ KERNELS = {
     ),
     "int8 to int8 by wgmma, copied": (
         {"a": "i8.row.align1", "b": "i8.row", "d": "i8.row"},
-        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1), realign=True),
+        sm90(128, 128, 128, realign=True),
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
     ),
     # Sums as they are, which nothing computes with.
     "int8 to int32 by wgmma": (
         {"a": "i8.row", "b": "i8.col", "d": "i32.row", "epilogue": builtin.identity},
-        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1)),
+        sm90(128, 128, 128),
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
     ),
     "int8 to int8 by mma.sync": (
         {"a": "i8.row", "b": "i8.col", "d": "i8.row"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64), co.InstructionShape(16, 8, 32), stages=3
-        ),
+        sm80((128, 128, 64), (64, 64, 64), (16, 8, 32), stages=3),
         ("IMMA", 4 * 8 * 2),
         r"IMMA\.16832\.S8\.S8",
     ),
     # 16x8x32 each, two along K.
     "int8 by mma.sync": (
         {"a": "i8.row", "b": "i8.col", "d": "bf16.row.align1"},
-        co.Sm80Config(
-            co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64), co.InstructionShape(16, 8, 32), stages=3
-        ),
+        sm80((128, 128, 64), (64, 64, 64), (16, 8, 32), stages=3),
         ("IMMA", 4 * 8 * 2),
         r"IMMA\.16832\.S8\.S8",
     ),
@@ -201,6 +188,12 @@ def test_a_kernel_has_its_instruction(case):
     report = inspect(artifact)
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+def test_numbers_of_derivatives_are_doubles_in_the_machine_code():
+    """The compiler adds up the constants that FP32 has."""
+    library = built(declared("fp64 by mma.sync")).library
+    assert struct.pack("<d", 1 / math.sqrt(2 * math.pi)) in library.read_bytes()
 
 
 def test_parts_of_sums_in_fp64_are_added_up_in_fp64():

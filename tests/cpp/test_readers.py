@@ -1,8 +1,10 @@
-"""Both readers of bundles, Python's and C++'s, accept the same manifests and archives, and refuse the same.
+"""Both readers of bundles, Python's and C++'s, accept the same manifests and archives.
+
+What declarations mean is checked by Python alone, so C++ accepts more of them.
 
 Some thousands of each, and more on request::
 
-    CUTLASS_OPS_SEEDS=100 pytest tests/cpp/test_readers.py -k many
+    CUTLASS_OPS_SEEDS=100 pytest tests/cpp/test_readers.py -k changed
 """
 
 import contextlib
@@ -19,49 +21,26 @@ from test_hostile import VALUES, _at, _mutated, _places
 
 from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle
-from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.artifacts.manifest import Manifest
+from cutlass_ops.base.checked_json import sealed
 from cutlass_ops.base.errors import BundleError
-from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.epilogue import names, operations
+from cutlass_ops.kinds.gemv.config import GemvConfig
 from tests.faults.fuzz import seeds
 
 # To build the program takes fifteen seconds.
 pytestmark = pytest.mark.slow
 
-SEEDS = int(os.environ.get("CUTLASS_OPS_SEEDS", "2"))
+SEEDS = int(os.environ.get("CUTLASS_OPS_SEEDS", "1"))
 
 # What a forger would try in place of a value of the same kind.
 MORE = (
     *VALUES,
-    *(
-        "sm_86",
-        "sm_90",
-        "f16",
-        "bf16.col",
-        "bf16.row.align1",
-        "f32.row.align4",
-        "f16.row.align8",
-        "e4m3",
-        "e4m3.row",
-        "e5m2.col.align8",
-        "e4m3.row.align12",
-        "e4m3.row.align16",
-        "e4m3.row.blocks1x128",
-        "e4m3.row.promoted",
-        "e5m2.col.align8.promoted",
-        "f64.row",
-        "f64.col.align1",
-        "f64.row.align4",
-        "tf32.row.align2",
-        "i8.col.align8",
-        "i32.row",
-        "i32.col.align2",
-        "e4m3.col.blocks128x128",
-        "blocks_a",
-        "blocks_d",
-        "float16.row",
-        "tile",
-    ),
+    *("sm_86", "sm_90", "f16", "bf16.col", "bf16.row.align1", "f32.row.align4", "f16.row.align8", "e4m3", "e4m3.row"),
+    *("e5m2.col.align8", "e4m3.row.align12", "e4m3.row.align16", "e4m3.row.blocks1x128", "e4m3.row.promoted"),
+    *("e5m2.col.align8.promoted", "f64.row", "f64.col.align1", "f64.row.align4", "tf32.row.align2", "i8.col.align8"),
+    *("i32.row", "i32.col.align2", "float16.row", "tile"),
+    *("e4m3.col.blocks128x128", "blocks_a", "blocks_d"),
     *("product", "sum", "max", "acc", "const", "cast", "swap_pairs", "mean_of_a", "sm80", "gemv", "along_m", "beside"),
     *("0x1.8000000000000p+1", "0x1.8p+1", "0x1.0000000000001p+0", "0x1.0000000000000p-149", "0x1.0000000000000p-150"),
     *("0x1.fffffe0000000p+127", "0x1.0000000000000p+128", "-0x0.0p+0", "0x0.0p+0", "inf", "-inf", "nan", "-nan", "1.5"),
@@ -79,7 +58,7 @@ def _python(text):
 
 @pytest.fixture
 def agree(probe, tmp_path):
-    """Compare the readers on some texts; return how many both accept."""
+    """Require that C++ accepts what Python accepts; return how many texts that is."""
 
     def _agree(texts):
         (tmp_path / "texts").write_bytes(b"".join(b"%d\n%b" % (len(text), text) for text in texts))
@@ -87,11 +66,12 @@ def agree(probe, tmp_path):
         assert code == 0
         said = out.splitlines()
         assert len(said) == len(texts)
-        differ = [(text, line) for text, line in zip(texts, said, strict=True) if _python(text) != (line == "ok")]
+        accepted = [(text, line) for text, line in zip(texts, said, strict=True) if _python(text)]
+        differ = [(text, line) for text, line in accepted if line != "ok"]
         assert not differ, (
             f"{len(differ)} of {len(texts)}: C++ says {differ[0][1]} of {differ[0][0].decode(errors='replace')}"
         )
-        return said.count("ok")
+        return len(accepted)
 
     return _agree
 
@@ -123,24 +103,7 @@ def _forged(good, rng):
 def _scratched(good, rng):
     """A manifest changed in some bytes, with its digest put right."""
     data, at = bytearray(good), rng.randrange(len(good))
-    words = [
-        b'"',
-        b"\\",
-        b"\0",
-        b"\xff",
-        b" ",
-        b",",
-        b"[",
-        b"{",
-        b"]",
-        b"}",
-        b"0",
-        b"-",
-        b"1e9",
-        b"\\u0041",
-        b"\xc3\xa9",
-        b".0",
-    ]
+    words = [*(bytes([each]) for each in b'"\\\0\xff ,[{]}0-'), b"1e9", b"\\u0041", b"\xc3\xa9", b".0"]
     kind = rng.randrange(5)
     if kind == 0:
         data[at] ^= 1 << rng.randrange(8)
@@ -161,13 +124,9 @@ def _compare(agree, contents, seed, count):
     assert 0 < agree([good, *texts]) < count
 
 
-def test_they_agree_on_changed_manifests(agree, contents):
-    _compare(agree, contents, 1, 1500)
-
-
-@pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
-def test_they_agree_on_many_changed_manifests(agree, contents, seed):
-    _compare(agree, contents, seed, 5000)
+@pytest.mark.parametrize("seed", range(1, 1 + SEEDS))
+def test_they_agree_on_changed_manifests(agree, contents, seed):
+    _compare(agree, contents, seed, 1500 if seed == 1 else 5000)
 
 
 def _renamed(text, old, new):
@@ -182,46 +141,11 @@ def _renamed(text, old, new):
 
 def test_they_agree_on_names(agree, contents):
     good = contents[0].to_bytes()
-    wrong = [
-        *names.CPP_KEYWORDS,
-        *names.RESERVED,
-        *names.IN_KERNELS,
-        "None",
-        "lambda",
-        "a__b",
-        "a_",
-        "_a",
-        "1a",
-        "A",
-        "AB",
-        "A1",
-        "Ab",
-        "a-b",
-        "ä",
-    ]
+    wrong = [*names.CPP_KEYWORDS, *names.RESERVED, *names.IN_KERNELS, "None", "lambda", "a__b", "a_", "_a", "1a"]
+    wrong += ["A", "AB", "A1", "Ab", "a-b", "ä"]
     wrong += ["x" * 64, "x" * 65, "top", "scale", "é", "a\0", "../x", "a/b", "", "a b", "ops", "bias2"]
     texts = [_renamed(good, "bias", name) for name in wrong] + [_renamed(good, "top", name) for name in wrong]
     assert agree([good, *texts]) > 8
-
-
-def test_they_agree_on_every_field(agree, contents):
-    """Each in turn is missing, doubled, of another type, and longer, with the digest that belongs to it."""
-    good = json.loads(contents[0].to_bytes())
-    del good["sha256"]
-    texts = []
-    for path in [p for p in _places(good) if p]:
-        for value in ("x", 1, 10**30, None, [], {}, True):
-            data = json.loads(json.dumps(good))
-            _at(data, path[:-1])[path[-1]] = value
-            texts.append(sealed(data))
-        data = json.loads(json.dumps(good))
-        del _at(data, path[:-1])[path[-1]]
-        texts.append(sealed(data))
-        if isinstance(_at(good, path[:-1]), dict):
-            data = json.loads(json.dumps(good))
-            _at(data, path[:-1])["more"] = 1
-            texts.append(sealed(data))
-    agree(texts[:: max(1, len(texts) // 1000)])
 
 
 @pytest.mark.parametrize(
@@ -274,39 +198,39 @@ def test_they_agree_on_further_fields(agree, contents, arch, good, wrong):
 def test_they_agree_on_constants(agree, contents):
     good = contents[0].to_bytes()
     exponents = [-151, -150, -149, -148, -127, -126, -1, 0, 1, 127, 128, 1023]
-    mantissas = [
-        "0000000000000",
-        "8000000000000",
-        "fffffe0000000",
-        "ffffff0000000",
-        "0000001000000",
-        "0000020000000",
-        "0000000000001",
-    ]
+    mantissas = ["0000000000000", "8000000000000", "fffffe0000000", "ffffff0000000", "0000001000000"]
+    mantissas += ["0000020000000", "0000000000001"]
     texts = [f"{sign}0x1.{m}p{e:+d}" for sign in ("", "-") for m in mantissas for e in exponents]
-    texts += [
-        "0x0.0p+0",
-        "-0x0.0p+0",
-        "0x0.0p-0",
-        "0x0.0000000000001p-1022",
-        "inf",
-        "-inf",
-        "nan",
-        "-nan",
-        "0x1p+0",
-        "1.0",
-        "0X1.0p+0",
-    ]
-    texts += [
-        "0x1.0000000000000p+00",
-        "0x1.0000000000000p-0",
-        "0x1.0000000000000p1",
-        "0x1.000000000000p+0",
-        "0x1.0000000000000P+0",
-    ]
+    texts += ["0x0.0p+0", "-0x0.0p+0", "0x0.0p-0", "0x0.0000000000001p-1022", "inf", "-inf", "nan", "-nan", "0x1p+0"]
+    texts += ["1.0", "0X1.0p+0", "0x1.0000000000000p+00", "0x1.0000000000000p-0", "0x1.0000000000000p1"]
+    texts += ["0x1.000000000000p+0", "0x1.0000000000000P+0"]
     old = b'"0x1.0000000000000p-2"'
     assert old in good
     assert agree([_resealed(good.replace(old, b'"%b"' % text.encode())) for text in texts]) > 20
+
+
+@pytest.mark.parametrize("digits", ["0", "00", "1" * 10, "2147483648", "9" * 19, "9" * 60, "99", "9x", "-1"])
+def test_they_agree_on_long_numbers(agree, contents, digits):
+    """Where a text has a number, it may have any."""
+    good = json.loads(contents[0].to_bytes())
+    del good["sha256"]
+    texts = []
+    for path in [p for p in _places(good) if p]:
+        value = _at(good, path)
+        if not isinstance(value, str | int) or isinstance(value, bool) or path[-1] in ("sha256", "key", "source"):
+            continue
+        longer = f"{value}{digits}"
+        if isinstance(value, int) and not longer.isdigit():
+            continue
+        data = json.loads(json.dumps(good))
+        _at(data, path[:-1])[path[-1]] = type(value)(longer)
+        texts.append(sealed(data))
+    operands = [f"{start}{digits}" for start in ("bf16.row.align", "e4m3.col.align", "f32.row.align")]
+    for name, text in itertools.product("abd", operands):
+        data = json.loads(json.dumps(good))
+        data["signatures"][0]["signature"][name] = text
+        texts.append(sealed(data))
+    agree(texts[:: max(1, len(texts) // 200)] + texts[-9:])
 
 
 def test_they_agree_on_operations_and_targets(agree, contents):
@@ -391,11 +315,7 @@ def _compare_archives(probe, contents, folder, seed, count):
     said = [line for line in out.splitlines() if line != "mapped"]
     found = {path.name: line for path, line in zip(paths, said, strict=True)}
     wanted = {path.name: _opens(path) for path in paths}
-    differ = {
-        n: (found[n], w)
-        for n, w in wanted.items()
-        if found[n] != f"ok {w}" and (w is not None or found[n][:3] == "ok ")
-    }
+    differ = {n: (found[n], w) for n, w in wanted.items() if w is not None and found[n] != f"ok {w}"}
     assert not differ
     assert found["good"] == f"ok {len(manifest.kernels)}"
     assert 0 < sum(w is None for w in wanted.values()) < count
@@ -408,13 +328,9 @@ def contents(built):
     return seeds.made(lambda spec: library + spec.slug.encode())
 
 
-def test_they_agree_on_changed_archives(probe, contents, tmp_path):
-    _compare_archives(probe, contents, tmp_path, 1, 150)
-
-
-@pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
-def test_they_agree_on_many_changed_archives(probe, contents, tmp_path, seed):
-    _compare_archives(probe, contents, tmp_path, seed, 1000)
+@pytest.mark.parametrize("seed", range(1, 1 + SEEDS))
+def test_they_agree_on_changed_archives(probe, contents, tmp_path, seed):
+    _compare_archives(probe, contents, tmp_path, seed, 150 if seed == 1 else 1000)
 
 
 # ---- The fuzzer's harness ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 
 from cutlass_ops.artifacts.bundle import open_bundle
-from cutlass_ops.artifacts.manifest import sealed
+from cutlass_ops.base.checked_json import sealed
 from cutlass_ops.base.errors import BundleError
 from tests import cmake
 from tests.cpp.made import write_one

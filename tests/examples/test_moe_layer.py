@@ -96,6 +96,7 @@ def test_weights_are_views(name):
     assert torch.equal(layer(x), 2 * before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_graph_breaks(name):
     block, x = random_block(name), states(2, 11)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing import forkserver, synchronize
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -71,12 +71,6 @@ def build_some(root: Path, toolchain: Toolchain, limit: int, seed: int) -> int:
         assert artifact.read_source().decode() == source
         store.find({k: v for k, v in artifact.manifest["identity"].items() if k != "toolchain"})
     return 60
-
-
-def listen_to_nobody(deaf: synchronize.Event) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    deaf.set()
-    time.sleep(600)
 
 
 def count_up(path: Path, times: int) -> None:

@@ -5,29 +5,17 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
 import crowd
 import pytest
 from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from processes import ended
-from signatures import signature
 
-from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import executors
 from cutlass_ops.base.errors import CompileError, ToolchainError
-from cutlass_ops.choose import tables
-from cutlass_ops.choose.tables import Measured
-from cutlass_ops.compilation import builder
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.problem import Problem
-from cutlass_ops.ship import packing, shipping
-from cutlass_ops.tuner import tuning
-from cutlass_ops.tuner.measuring import Outcome
-from cutlass_ops.tuner.tuning import Effort
 
 SPECS = [sm80_spec(stages, dtype) for dtype in ("bf16", "f16") for stages in (2, 3, 4)]
 
@@ -68,6 +56,7 @@ def pool(processes, kit):
         yield pool
 
 
+@pytest.mark.slow
 def test_an_executor_compiles_and_the_store_stays_here(kit, store, pool):
     slowly(kit, 0)
     made = build_many(SPECS, store=store, executor=pool)
@@ -80,42 +69,6 @@ def test_an_executor_compiles_and_the_store_stays_here(kit, store, pool):
 
 
 @pytest.mark.slow
-def test_a_bundle_is_the_same_whoever_compiled(kit, tmp_path, pool):
-    wanted = shipping.Catalogue(specs=tuple(SPECS))
-    here = packing.pack(wanted, store=KernelStore(tmp_path / "a"))
-    there = packing.pack(wanted, store=KernelStore(tmp_path / "b"), executor=pool)
-    assert here.manifest.to_bytes() == there.manifest.to_bytes()
-    assert here.files == there.files
-
-
-@pytest.mark.slow
-def test_an_executor_compiles_what_is_tuned(kit, pool, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "cache"))
-    a100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
-    wanted, problems = signature(), [Problem(16, 1024, 1024), Problem(512, 1024, 1024)]
-    effort = Effort(kernels=4, candidates=3)
-    seen = []
-
-    def measure(signature, problem, kernels):
-        seen.append(problem)
-        assert all((folder / "kernel.so").is_file() for folder in kernels.values())
-        ranked = tuple(Measured(e.config, 10.0 + place, place / 10, e.order) for place, e in enumerate(kernels))
-        return Outcome(ranked, {"eager": 99.0}, {})
-
-    tasks = tuning.plan({wanted: problems}, a100, effort)
-    place = tuning.Place(a100.name, a100, tmp_path / "tables")
-    report = tuning.run(tasks, place, effort, measure=measure, executor=pool)
-    assert (report.measured, report.failed, sorted(seen)) == (2, {}, problems)
-    assert len(tables.load(place.path(wanted)).points) == 2
-    assert kit.compilations == len({e.config for task in tasks for e in task.entrants})
-    assert not any(str(tmp_path / "cache") in folder for folder in compiled_by(kit))
-
-
-def test_any_executor(kit, store):
-    with ThreadPoolExecutor(2) as pool:
-        assert len(build_many(SPECS, store=store, executor=pool)) == len(SPECS)
-
-
 def test_a_compiler_error_comes_back_in_words(kit, store, pool):
     kit.does("echo 'kernel.cu(1): error: no such thing'; exit 1")
     with pytest.raises(CompileError, match="no such thing") as error:
@@ -125,6 +78,7 @@ def test_a_compiler_error_comes_back_in_words(kit, store, pool):
     assert list(store.entries()) == []
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_compiler_is_refused(kit, store, tmp_path, processes):
     other = FakeToolkit(tmp_path / "other")
     other.says_version("13.9.1")
@@ -159,42 +113,6 @@ def test_a_pool_that_breaks_loses_nothing(kit, store, processes, caplog):
     assert kit.compilations <= len(SPECS) + 2
 
 
-@pytest.fixture
-def cluster(kit):
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=logging.CRITICAL
-    ) as cluster:
-        yield cluster
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_a_dask_worker_killed_half_way(kit, store, cluster):
-    slowly(kit, 1)
-    address = cluster.scheduler_address.removeprefix("tcp://")
-    with Client(cluster) as client:
-        pids = list(client.run(os.getpid).values())
-    killed = []
-
-    def kill_one():
-        while len(list(store.entries())) < 2:
-            time.sleep(0.05)
-        killed.append(len(list(store.entries())))
-        os.kill(pids[0], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_one, daemon=True)
-    killer.start()
-    with executors.named(f"dask://{address}") as executor:
-        made = build_many(SPECS, store=store, executor=executor)
-    killer.join()
-    assert killed[0] < len(SPECS)
-    assert [a.spec for a in made] == SPECS
-    assert len(list(store.entries())) == len(SPECS)
-    # Nothing that was stored was compiled again: what the killed worker had in hand at most.
-    assert kit.compilations <= len(SPECS) + 2
-    assert not any(str(store.root) in folder for folder in compiled_by(kit))
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_cluster_without_workers_is_an_error_in_the_end(kit, store, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "0.5")
@@ -215,15 +133,6 @@ def test_a_cluster_without_workers_is_an_error_in_the_end(kit, store, monkeypatc
 def test_what_is_no_executor(text):
     with pytest.raises(ValueError, match="is not an executor: write processes"), executors.named(text):
         pass
-
-
-@pytest.mark.slow
-def test_processes_by_name(kit, store):
-    with executors.named("processes:2") as pool:
-        assert isinstance(pool, ProcessPoolExecutor)
-        assert len(build_many(SPECS[:2], store=store, executor=pool)) == 2
-    assert Path(store.root).is_dir()
-    assert builder._at_once(None, None) >= 1
 
 
 @pytest.mark.slow
@@ -250,23 +159,13 @@ def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_p
     assert list(store.entries()) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_told_to_end_begins_no_job(processes, tmp_path):
     worker = processes.Process(target=crowd.begin_a_job_late, args=(tmp_path,))
     worker.start()
     worker.join()
     assert worker.exitcode == 1
     assert [path.name for path in tmp_path.iterdir()] == ["told"]
-
-
-def test_workers_that_do_not_listen_are_killed(processes, monkeypatch):
-    monkeypatch.setattr(executors, "_PATIENCE", 0.2)
-    monkeypatch.setattr(executors, "_PAUSE", 0.05)
-    deaf = processes.Event()
-    worker = processes.Process(target=crowd.listen_to_nobody, args=(deaf,))
-    worker.start()
-    deaf.wait()
-    executors._end({worker})
-    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_no_scheduler_is_an_error_in_words(monkeypatch):

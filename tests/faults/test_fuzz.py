@@ -8,6 +8,7 @@ import types
 import pytest
 
 from cutlass_ops.artifacts import manifest
+from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import BundleError
 from tests.faults.fuzz import seeds
 
@@ -15,7 +16,7 @@ from tests.faults.fuzz import seeds
 @pytest.fixture
 def harness(monkeypatch):
     """The Python reader's harness, without atheris."""
-    monkeypatch.setattr(manifest, "hashlib", manifest.hashlib)  # which the harness replaces
+    monkeypatch.setattr(checked_json, "hashlib", checked_json.hashlib)  # which the harness replaces
     stub = types.SimpleNamespace(
         instrument_imports=lambda **_: contextlib.nullcontext(), Mutate=lambda data, most: (data + b"x")[:most]
     )
@@ -38,6 +39,7 @@ def test_the_python_harness_reads_its_seeds(harness, tmp_path, monkeypatch):
     assert len(used) == 4  # two manifests, by themselves and in archives
 
 
+@pytest.mark.slow
 def test_its_mutations_are_manifests_as_well(harness, tmp_path):
     text = seeds.without_seal(seeds.made()[0].to_bytes())
     changed = [harness.mutated(text, 1 << 16, seed) for seed in range(300)]

@@ -32,6 +32,7 @@ def folder(tmp_path):
     return tmp_path / "work"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ENDS)
 def test_compilers_end_with_the_process(kit, folder, processes, end):
     child = processes.Process(target=crowd.compile_until_ended, args=(folder, kit.find()))

@@ -3,12 +3,10 @@
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +19,7 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
-from cutlass_ops.base.errors import CompileError, StoreError
-from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.builder import build_artifact, build_many
-from cutlass_ops.compilation.toolchain import find_toolchain
 
 KILLS = 200
 
@@ -50,7 +45,7 @@ def test_killed_at_200_random_moments(tmp_path, processes):
     # Builders mostly wait.
     with ThreadPoolExecutor(len(stores)) as pool:
         seen = set().union(*pool.map(lambda store: _kill_builders(store, toolchain, processes, whole), stores))
-    assert {0, len(SPECS)} <= seen  # some were killed too early and some too late
+    assert len(seen) > 1  # they were killed at different steps
     time.sleep(0.3)  # for the compilers whose builders were killed
     for store in stores:
         build_many(SPECS, store=store, toolchain=toolchain)
@@ -88,21 +83,6 @@ def _kill_builders(store, toolchain, processes, whole):
             assert [artifact.read_library() for artifact in made] == [LIBRARY] * len(SPECS)
             store.clean()
     return seen
-
-
-@pytest.mark.compile
-@pytest.mark.slow
-def test_killed_while_nvcc_compiles(store, processes):
-    toolchain = find_toolchain()
-    for seconds in (1.0, 4.0):
-        child = processes.Process(target=crowd.build_one, args=(store.root, toolchain))
-        child.start()
-        time.sleep(seconds)
-        child.kill()
-        child.join()
-        assert visible(store) == []
-    artifact = build_artifact(sm80_spec(3), store=store, toolchain=toolchain)
-    assert [artifact.read_library()] == visible(store)
 
 
 # ---- Crowds --------------------------------------------------------------------------------------------------------
@@ -147,29 +127,6 @@ def test_a_store_that_is_too_small_for_all_costs_nothing_but_time(store, tmp_pat
     assert store.size() <= limit
     assert left_over(store) == []
     assert list((store.root / "locks").iterdir()) == []
-
-
-def test_a_clean_while_kernels_are_built_costs_nothing_but_time(store, toolkit):
-    toolkit.makes(library(HMMA), before="sleep 0.05\n")
-    toolchain = toolkit.find()
-    stop = threading.Event()
-
-    def keep_cleaning():
-        while not stop.is_set():
-            KernelStore(store.root).clean()
-            time.sleep(0.01)
-
-    cleaner = threading.Thread(target=keep_cleaning)
-    cleaner.start()
-    try:
-        for _ in range(5):
-            # An entry may be cleaned away right after it was published: then it is built again.
-            made = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
-            assert made.read_library() == library(HMMA)
-    finally:
-        stop.set()
-        cleaner.join()
-    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain).read_library()
 
 
 # ---- Disks ---------------------------------------------------------------------------------------------------------
@@ -221,60 +178,15 @@ def test_a_disk_that_is_full(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     error, entries, after = done.stdout.splitlines()
-    assert error.startswith(("StoreError", "CompileError"))
-    assert "space" in error
+    assert error.startswith("StoreError no space is left")
     assert entries == "1 True"
     assert after == str(len(SPECS))
-
-
-def test_a_folder_that_vanishes_while_a_kernel_is_built(store, toolkit):
-    toolchain = toolkit.find()
-    toolkit.makes(library(HMMA), before=f'rm -rf "{store.root}"\n')
-    with pytest.raises((StoreError, CompileError), match=re.escape(str(store.root))):
-        build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
-    toolkit.makes(library(HMMA))
-    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain).read_library()
-    assert left_over(store) == []
 
 
 # ---- Clocks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("year", [1970, 2100])
-def test_a_clock_that_jumps_changes_nothing(store, toolkit, year, monkeypatch):
-    toolchain = toolkit.find()
-    first = build_artifact(sm80_spec(3), source="source", store=store, toolchain=toolchain)
-    seconds = (year - 1970) * 365.25 * 86400
-    for path in (store.root, *store.root.rglob("*")):
-        os.utime(path, (seconds, seconds))
-
-    class Clock(store_module.datetime):
-        @classmethod
-        def now(cls, zone=None):
-            return cls(year, 1, 1, tzinfo=zone)
-
-    monkeypatch.setattr(store_module, "datetime", Clock)
-    monkeypatch.setattr(time, "time", lambda: seconds)
-    second = build_artifact(sm80_spec(4), source="source", store=store, toolchain=toolchain)
-    assert second.manifest["created"].startswith(str(year))
-    assert set(store.entries()) == {first, second}
-    assert build_artifact(sm80_spec(3), source="source", store=store, toolchain=toolchain) == first
-    assert toolkit.compilations == 2
-
-
 # ---- Versions ------------------------------------------------------------------------------------------------------
-
-
-def test_two_versions_of_the_templates_share_a_store(store, toolkit, monkeypatch):
-    toolchain = toolkit.find()
-    ours = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
-    with monkeypatch.context() as patch:
-        patch.setattr(identity, "TEMPLATE_VERSION", 99)
-        theirs = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
-    assert theirs.key != ours.key
-    assert set(store.entries()) == {ours, theirs}
-    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain) == ours
-    assert toolkit.compilations == 2
 
 
 def test_two_formats_of_the_store_share_a_folder(store, toolkit, monkeypatch):

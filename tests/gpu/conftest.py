@@ -8,13 +8,12 @@ from cutlass_ops.base import env
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels(request):
-    """Compile what the tests of this run need, once and side by side, before the first one."""
+    """Compile the kernels that parameters of this run's tests name, side by side, before the first one."""
     if torch.cuda.is_available() and env.jit_enabled():
         from tests.gpu import kernels
 
-        items = [item for item in request.session.items if "gpu" in item.keywords]
-        parameters = [p for item in items if hasattr(item, "callspec") for p in item.callspec.params.values()]
-        kernels.build([p for p in parameters if isinstance(p, str)], [item.path.stem for item in items])
+        items = [item for item in request.session.items if item.get_closest_marker("gpu") and hasattr(item, "callspec")]
+        kernels.build(p for item in items for p in item.callspec.params.values() if isinstance(p, str))
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,7 @@ def _nothing_in_the_background(request, monkeypatch):
     if "background" not in request.keywords:
         from cutlass_ops.compilation.background import Background
 
-        monkeypatch.setattr(Background, "add", lambda *_, **__: None)
+        monkeypatch.setattr(Background, "guess", lambda *_: None)
         # So that a test's calls are served by their best kernels, whatever a store holds.
         monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
 

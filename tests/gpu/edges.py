@@ -111,44 +111,23 @@ def _functions(names: tuple[str, ...]) -> Epilogue:
 
 
 def functions_specs() -> dict[str, KernelSpec]:
-    return {
-        name: KernelSpec(
-            a="bf16.row",
-            b="bf16.col",
-            d="f32.row",
-            epilogue=_functions(names),
-            config=kernels.SM80,
-            target="sm_90",
-        )
-        for name, names in function_groups().items()
-    }
+    types = "bf16.row bf16.col f32.row"
+    return {name: kernels.declare(types, _functions(each), kernels.SM80) for name, each in function_groups().items()}
 
 
 def mixed() -> dict[str, KernelSpec]:
     """Inputs and D of different dtypes and alignments; D that TMA cannot store beside operands that it loads."""
     epilogue = kernels.OPS["gemm_bias_relu_residual"].graph
-
-    def of(name: str, config: Any, a: str, d: str, bias: str, residual: str) -> tuple[str, KernelSpec]:
-        target = "sm_90" if isinstance(config, co.Sm80Config) else None
-        tail = ".align2" if isinstance(config, co.Sm80Config) else ""
-        return f"{name}-{config.slug}", KernelSpec(
-            a=f"{a}.row{tail}",
-            b=f"{a}.col{tail}",
-            d=d,
-            epilogue=epilogue,
-            inputs={"bias": bias, "residual": residual},
-            config=config,
-            target=target,
-        )
-
-    return dict(
-        (
-            of("d-and-residual-odd", kernels.SM90, "f16", "f16.row.align1", "f32", "f16.row.align1"),
-            of("d-f32-odd", SM90_SWAPPED, "bf16", "f32.row.align1", "f16", "bf16.row"),
-            of("residual-f32-odd", SM90_COOPERATIVE, "bf16", "bf16.row", "bf16", "f32.row.align1"),
-            of("d-f32-residual-odd", kernels.SM80, "f16", "f32.row.align2", "bf16", "bf16.row.align1"),
-        )
+    rows: tuple[tuple[str, Any, str, str, str], ...] = (
+        ("d-and-residual-odd", kernels.SM90, "f16.row f16.col f16.row.align1", "f32", "f16.row.align1"),
+        ("d-f32-odd", SM90_SWAPPED, "bf16.row bf16.col f32.row.align1", "f16", "bf16.row"),
+        ("residual-f32-odd", SM90_COOPERATIVE, "bf16.row bf16.col bf16.row", "bf16", "f32.row.align1"),
+        ("d-f32-residual-odd", kernels.SM80, "f16.row.align2 f16.col.align2 f32.row.align2", "bf16", "bf16.row.align1"),
     )
+    return {
+        f"{name}-{config.slug}": kernels.declare(types, epilogue, config, bias=bias, residual=residual)
+        for name, config, types, bias, residual in rows
+    }
 
 
 def stream_k_sums() -> dict[str, KernelSpec]:

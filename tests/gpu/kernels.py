@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
-from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.legality import is_legal
-from cutlass_ops.run import call, named, norms, ops, requests
-from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.operand.call import device_of, signature_of
+from cutlass_ops.run import norms, ops, requests
+from cutlass_ops.run.named import NAMED
+from cutlass_ops.run.registry import Registry
+from tests import own_store
 from tests.strategies import Program, programs
 
 DTYPES = ("bf16", "f16")
 MAJORS = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
-OPS = {op.name: op for op in named.NAMED}
+OPS = {op.name: op for op in NAMED}
 
 # Small tiles: quick to compile, and problems of a few hundred have edges in every direction.
 SM90 = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized")
@@ -111,6 +110,15 @@ def rotary(acc, position: co.Col, frequency: co.Row):
     return acc * co.cos(angle) + co.swap_pairs(acc) * co.sin(angle)
 
 
+def declare(types: str, epilogue: Any, config: Config, form: str = "dense", **inputs: Any) -> KernelSpec:
+    """Return a kernel for Hopper by the types of A, B and D in one text, and those of inputs by name."""
+    a, b, d = types.split()
+    target, outputs = None if isinstance(config, co.Sm90Config) else "sm_90", inputs.pop("outputs", {})
+    return KernelSpec(
+        a=a, b=b, d=d, epilogue=epilogue, inputs=inputs, outputs=outputs, config=config, target=target, form=form
+    )
+
+
 def spec(
     op: ops.Op,
     dtype: str,
@@ -125,19 +133,11 @@ def spec(
     """Return the kernel of an op for operands of one dtype; D and tiles are row-major. `odd` are not aligned."""
     a_tail, b_tail = ("" if aligned and name not in odd else ".align1" for name in "ab")
     tail = "" if (aligned if d_aligned is None else d_aligned) else ".align1"
-    target = None if isinstance(config, co.Sm90Config) else "sm_90"
     tiles = {i.name: f"{dtype}.row{tail}" for i in op.graph.inputs if i.kind is Kind.TILE}
     vectors = {i.name: dtype for i in op.graph.inputs if i.kind in (Kind.ROW, Kind.COL)}
-    return KernelSpec(
-        a=f"{dtype}.{majors[0]}{a_tail}",
-        b=f"{dtype}.{majors[1]}{b_tail}",
-        d=f"{d or dtype}.row{tail}",
-        epilogue=op.graph,
-        inputs=tiles | vectors,
-        outputs={o.name: f"{dtype}.row{tail}" for o in op.graph.outputs[1:] if o.reduce is None},
-        config=config,
-        target=target,
-    )
+    outputs = {o.name: f"{dtype}.row{tail}" for o in op.graph.outputs[1:] if o.reduce is None}
+    types = f"{dtype}.{majors[0]}{a_tail} {dtype}.{majors[1]}{b_tail} {d or dtype}.row{tail}"
+    return declare(types, op.graph, config, outputs=outputs, **tiles, **vectors)
 
 
 def matrix() -> dict[str, KernelSpec]:
@@ -198,21 +198,12 @@ def configurations() -> dict[str, KernelSpec]:
     large = co.ThreadblockShape(128, 128, 32)
     for alignment, stages, stream_k in ((8, 3, False), (4, 4, False), (2, 5, True), (1, 2, True)):
         config = co.Sm80Config(large, co.WarpShape(64, 64, 32), stages=stages, stream_k=stream_k)
-        found[f"{config.slug}-align{alignment}"] = KernelSpec(
-            a=f"bf16.row.align{alignment}",
-            b=f"bf16.col.align{alignment}",
-            d=f"bf16.row.align{alignment}",
-            epilogue=op.graph,
-            config=config,
-            target="sm_90",
-        )
+        types = " ".join(f"bf16.{major}.align{alignment}" for major in ("row", "col", "row"))
+        found[f"{config.slug}-align{alignment}"] = declare(types, op.graph, config)
     for d in ("f32", "bf16"):
         found[f"{SM90.slug}-d-{d}-from-f16"] = spec(op, "f16", ("row", "col"), SM90, d=d)
     for config in (SM90, SM80):
-        target = "sm_90" if config is SM80 else None
-        found[f"{config.slug}-col-major-d"] = KernelSpec(
-            a="bf16.row", b="bf16.col", d="bf16.col", epilogue=op.graph, config=config, target=target
-        )
+        found[f"{config.slug}-col-major-d"] = declare("bf16.row bf16.col bf16.col", op.graph, config)
     return found
 
 
@@ -284,9 +275,8 @@ def realigned() -> dict[str, KernelSpec]:
     norm, gate, normed_gate = (ops.op(composed.rms_norm), ops.op(composed.swiglu), norms.rmsnorm_op(composed.swiglu))
     found = {f"both-{c.slug}": spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c, aligned=False) for c in configs}
     for (a, b), left, right in zip(MAJORS, (8, 1, 2, 1), (1, 8, 8, 4), strict=True):
-        found[f"{a}_{left}-{b}_{right}"] = KernelSpec(
-            a=f"f16.{a}.align{left}", b=f"f16.{b}.align{right}", d="f16.row", epilogue=builtin.bias_relu, config=usual
-        )
+        types = f"f16.{a}.align{left} f16.{b}.align{right} f16.row"
+        found[f"{a}_{left}-{b}_{right}"] = declare(types, builtin.bias_relu, usual)
     small = replace(usual, threadblock=shape(64, 64, 64), cluster=cluster())
     for means, of in (("gathered", small), ("beside", usual), ("ahead", usual)):
         found[f"norm-{means}"] = spec(norm, "bf16", ("row", "col"), replace(of, means=means), odd="ab")
@@ -333,8 +323,8 @@ def overlapping() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(64, 128, 128), schedule="warp_specialized"),
         co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
         co.Sm90Config(shape(128, 256, 64), cluster(2, 1), schedule="cooperative"),
-        co.GemvConfig(4),
-        co.GemvConfig(16, 8, 4),
+        co.types.GemvConfig(4),
+        co.types.GemvConfig(16, 8, 4),
     )
     return {c.slug: spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c) for c in configs}
 
@@ -384,12 +374,18 @@ def twice() -> dict[str, KernelSpec]:
     return {f"summed_twice-{c.slug}": spec(ops.op(summed_twice), "bf16", ("row", "col"), c) for c in configs}
 
 
-GEMV = co.GemvConfig(4, 8, 8)
+GEMV = co.types.GemvConfig(4, 8, 8)
 
 
 def few_rows() -> dict[str, KernelSpec]:
     """Kernels of ordinary loads: every op, and every epilogue that they have, in several shapes of thread block."""
-    configs = (co.GemvConfig(1), co.GemvConfig(2, 4, 16), GEMV, co.GemvConfig(8, 16, 2), co.GemvConfig(16, 4, 4))
+    configs = (
+        co.types.GemvConfig(1),
+        co.types.GemvConfig(2, 4, 16),
+        GEMV,
+        co.types.GemvConfig(8, 16, 2),
+        co.types.GemvConfig(16, 4, 4),
+    )
     norm, centred = ops.op(composed.rms_norm), ops.op(composed.layer_norm)
     gate, normed_gate = ops.op(composed.swiglu), norms.rmsnorm_op(composed.swiglu)
     found = {f"{name}-{d}-gemv": spec(op, d, ("row", "col"), GEMV) for name, op in OPS.items() for d in DTYPES}
@@ -429,27 +425,15 @@ def pairs() -> dict[str, KernelSpec]:
     )
     found = {f"turned-{c.slug}": spec(ops.op(turned), "bf16", ("row", "col"), c) for c in whole}
     found |= {f"beside-{c.slug}": spec(ops.op(beside), "f16", ("row", "col"), c) for c in (*alone, whole[0], SM80)}
-    half = {"epilogue": beside.graph, "a": "f16.row", "b": "f16.col"}
-    found["beside-even"] = KernelSpec(**half, d="f16.row.align2", config=SM80, target="sm_90")
-    found["beside-column_major"] = KernelSpec(**half, d="f16.col", config=whole[0])
-    for c in (co.GemvConfig(1, 4, 16), co.GemvConfig(4, 2, 4), GEMV, co.GemvConfig(16, 4, 4)):
+    found["beside-even"] = declare("f16.row f16.col f16.row.align2", beside, SM80)
+    found["beside-column_major"] = declare("f16.row f16.col f16.col", beside, whole[0])
+    for c in (co.types.GemvConfig(1, 4, 16), co.types.GemvConfig(4, 2, 4), GEMV, co.types.GemvConfig(16, 4, 4)):
         found[f"turned_alone-{c.slug}"] = spec(ops.op(turned_alone), "bf16", ("row", "col"), c, d_aligned=False)
-    for c in (whole[0], whole[1], SM80, co.GemvConfig(1, 4, 16)):
-        found[f"rotary-{c.slug}"] = _rotary(c, "bf16.row")
-        found[f"rotary-f32-{c.slug}"] = _rotary(c, "f32.row")
+    for c in (whole[0], whole[1], SM80, co.types.GemvConfig(1, 4, 16)):
+        for name, d in (("rotary", "bf16"), ("rotary-f32", "f32")):
+            types = f"bf16.row bf16.col {d}.row"
+            found[f"{name}-{c.slug}"] = declare(types, rotary, c, position="f32", frequency="f32")
     return found
-
-
-def _rotary(config: Config, d: str) -> KernelSpec:
-    return KernelSpec(
-        a="bf16.row",
-        b="bf16.col",
-        d=d,
-        epilogue=rotary.graph,
-        inputs={"position": "f32", "frequency": "f32"},
-        config=config,
-        target=None if isinstance(config, co.Sm90Config) else "sm_90",
-    )
 
 
 @co.epilogue
@@ -483,7 +467,7 @@ def batched() -> dict[str, KernelSpec]:
         "swapped": co.Sm90Config(co.ThreadblockShape(128, 32, 64), schedule="cooperative", swap_ab=True),
         "cluster": co.Sm90Config(tile, co.ClusterShape(2, 1), schedule="pingpong"),
         "sm80": SM80,
-        "small": co.SmallConfig(co.ThreadblockShape(32, 64, 32)),
+        "small": co.types.SmallConfig(co.ThreadblockShape(32, 64, 32)),
     }
     found = {}
     for (name, config), (what, (op, changes)) in itertools.product(configs.items(), BATCHED.items()):
@@ -494,10 +478,10 @@ def batched() -> dict[str, KernelSpec]:
         found[f"batched-majors-{major}"] = with_form(one, "batched", d=f"f16.{major}")
     for majors in MAJORS:
         for d in ("bf16.row", "bf16.col", "f32.row.align1"):
-            one = spec(OPS["gemm"], "bf16", majors, co.SmallConfig(co.ThreadblockShape(64, 32, 16), 2, 4))
+            one = spec(OPS["gemm"], "bf16", majors, co.types.SmallConfig(co.ThreadblockShape(64, 32, 16), 2, 4))
             found[f"batched-small-{'-'.join(majors)}-{d}"] = with_form(one, "batched", d=d)
     odd = spec(
-        OPS["gemm"], "bf16", ("row", "row"), co.SmallConfig(co.ThreadblockShape(16, 16, 64), 4, 1), aligned=False
+        OPS["gemm"], "bf16", ("row", "row"), co.types.SmallConfig(co.ThreadblockShape(16, 16, 64), 4, 1), aligned=False
     )
     found["batched-small-misaligned"] = with_form(odd, "batched")
     found["batched-misaligned"] = with_form(spec(OPS["gemm"], "bf16", ("row", "col"), SM80, aligned=False), "batched")
@@ -544,28 +528,17 @@ def grouped() -> dict[str, KernelSpec]:
         ("pingpong", co.ThreadblockShape(64, 64, 128)),
         ("swapped", co.ThreadblockShape(128, 32, 128)),
     ):
-        found[f"grouped-{name}-fp8"] = KernelSpec(
-            a="e4m3.row",
-            b="e4m3.col",
-            d="bf16.row",
-            epilogue=composed.SCALED[True, True].graph,
-            inputs={"scale_a": "f32", "scale_b": "f32"},
-            config=replace(configs[name][0], threadblock=narrow_tile),
-            form="grouped",
-        )
+        config = replace(configs[name][0], threadblock=narrow_tile)
+        types, scaled = "e4m3.row e4m3.col bf16.row", composed.SCALED[True, True]
+        found[f"grouped-{name}-fp8"] = declare(types, scaled, config, "grouped", scale_a="f32", scale_b="f32")
     for name, narrow_tile, of_b in (
         ("pingpong", co.ThreadblockShape(64, 64, 128), "128x128"),
         ("swapped", co.ThreadblockShape(128, 32, 128), "128x128"),
         ("rows", co.ThreadblockShape(64, 96, 128), "128x1"),
     ):
-        found[f"grouped-{name}-blocks"] = KernelSpec(
-            a="e4m3.row.blocks1x128",
-            b=f"e4m3.col.blocks{of_b}",
-            d="bf16.row",
-            epilogue=composed.scaled_blocks.graph,
-            config=replace(configs[name][0], threadblock=narrow_tile, accumulation="promoted"),
-            form="grouped",
-        )
+        config = replace(configs[name][0], threadblock=narrow_tile, accumulation="promoted")
+        types = f"e4m3.row.blocks1x128 e4m3.col.blocks{of_b} bf16.row"
+        found[f"grouped-{name}-blocks"] = declare(types, composed.scaled_blocks, config, "grouped")
     for name in ("pingpong", "swapped"):
         one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
         found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")
@@ -645,75 +618,6 @@ def drawn_specs() -> dict[str, KernelSpec]:
     return {f"drawn{number}": _drawn_spec(program) for number, program in enumerate(drawn())}
 
 
-def signatures() -> dict[str, OpSignature]:
-    """The signatures that the dispatching ops are tested with."""
-
-    def of(op: ops.Op, dtype: str, *, d: str | None = None, tail: str = "") -> OpSignature:
-        s = spec(op, dtype, ("row", "col"), SM90, d=d)
-        if not tail:
-            return OpSignature(s.epilogue, s.a, s.b, s.d, s.inputs, s.outputs)
-        low = Operand.of(f"{dtype}.row{tail}")
-        return OpSignature(s.epilogue, low, low.transposed, low, s.inputs, s.outputs)
-
-    return {
-        "bias_relu": of(OPS["gemm_bias_relu"], "bf16"),
-        "bias_relu_residual": of(OPS["gemm_bias_relu_residual"], "bf16"),
-        "bias_relu_unaligned": of(OPS["gemm_bias_relu"], "bf16", tail=".align1"),
-        "scaled": of(ops.op(scaled), "bf16"),
-    }
-
-
-# Rows of A, and weights (N, K), that a test calls bias + ReLU with, each of the one with each of the other.
-ROWS = (1, 2, 16, 17, 33, 64, 65, 128, 129, 255, 256, 257, 511, 640, 1030, 2050)
-WEIGHTS = ((256, 512), (1024, 1024), (4096, 4096), (6144, 264), (520, 8200))
-# The problems that tests call each signature with.
-PROBLEMS = {
-    "bias_relu": [(m, *weight) for m in ROWS for weight in WEIGHTS],
-    "bias_relu_residual": [(200, 256, 512), (72, 256, 128), (48, 256, 128), (1024, 1024, 1024)],
-    "bias_relu_unaligned": [(3, 4097, 129), (65, 1001, 4097), (511, 63, 65)],
-    "scaled": [(70, 128, 256), (300, 256, 512), (1024, 1024, 1024)],
-}
-# Weights (N, K) that a test calls bias + ReLU with for any number of rows, after warming up.
-WARM = ((256, 512), (256, 128))
-
-
-def dispatched(device: Device) -> list[KernelSpec]:
-    """Return the kernels that the tests' calls are served by."""
-    known = signatures()
-    asked = [(known[name], Problem(*extents)) for name, each in PROBLEMS.items() for extents in each]
-    found = [dispatch.choose(signature, device, problem)[0] for signature, problem in asked]
-    for weight in WARM:
-        found += dispatch.specs_for(known["bias_relu"], device, *weight)
-    return found
-
-
-def called(device: Device) -> list[KernelSpec]:
-    """Return the kernels of the calls whose operands have a signature of their own: odd extents and addresses."""
-    import torch
-
-    from tests.gpu import tensors
-
-    def shifted(matrix: Tensor) -> Tensor:
-        """Place a matrix one element after an aligned address."""
-        return torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(matrix.shape)
-
-    op, found = OPS["gemm_bias_relu"], []
-    operands = [
-        (tensors.matrix(1, 1, "bf16", aligned=False), tensors.matrix(1, 1, "bf16", aligned=False)),
-        (shifted(tensors.matrix(65, 128, "bf16", aligned=False)), shifted(tensors.matrix(72, 128, "bf16")[:, :128])),
-        (tensors.matrix(65, 512, "bf16"), tensors.matrix(1001, 512, "bf16")),
-    ]
-    for a, w in operands:
-        (m, k), n = a.shape, w.shape[0]
-        bias = tensors.vector(n, "bf16")
-        signature = call.signature_of(call.check_call(op.graph, a, w.t(), {"bias": bias}, None, None), device)
-        found.append(dispatch.choose(signature, device, Problem(m, n, k))[0])
-    # One weight's whole set, for the test of the background.
-    signature = replace(signatures()["bias_relu"], epilogue=OPS["gemm_bias_silu"].graph)
-    found += dispatch.specs_for(signature, device, 256, 512)
-    return found
-
-
 def named() -> dict[str, list[KernelSpec]]:
     """Return all kernels that tests know by name; several may have one."""
     from tests.gpu import edges, language, multiplied
@@ -743,49 +647,44 @@ def named() -> dict[str, list[KernelSpec]]:
     return found
 
 
-# Tests of these modules call kernels that dispatch chooses.
-DISPATCHING = {"test_calls", "test_launch", "test_overlap", "test_traced", "test_trial"}
-# And these take steps of training.
-TRAINING = {"test_backward", "test_modules"}
+def build(names: Iterable[str]) -> None:
+    """Compile and load the kernels of some names side by side; names that are no kernel's are passed over.
 
-
-def build(names: Iterable[str], modules: Iterable[str]) -> int:
-    """Compile and load what tests of some modules need, as many kernels at a time as there are processors.
-
-    Names that are no kernel's are passed over. What a test needs besides is compiled when it runs.
+    What a test needs besides is compiled when it runs, unless ``foreseen.py`` had it compiled before.
     """
-    import torch
-
     known = named()
-    wanted = [s for name in names for s in known.get(name, ())]
-    if DISPATCHING & set(modules):
-        device = call.device_of(torch.device("cuda", 0))
-        wanted += [*dispatched(device), *called(device)]
-    if "test_types" in modules:
-        from tests.gpu import multiplied
-
-        wanted += multiplied.called()
-    if TRAINING & set(modules):
-        from tests.gpu import steps
-
-        wanted += steps.specs(call.device_of(torch.device("cuda", 0)), modules)
-    if "test_parallel" in modules and torch.cuda.device_count() > 1:
-        wanted += spread(call.device_of(torch.device("cuda", 0)))
-    Registry.current().kernels(dict.fromkeys(wanted))
-    return len(set(wanted))
+    Registry.current().kernels(dict.fromkeys(spec for name in names for spec in known.get(name, ())))
 
 
-def spread(device: Device) -> list[KernelSpec]:
-    """Kernels of processes that have a GPU each, found by as many that have none."""
-    from tests import parallel
+# ---- The kernels behind calls ----------------------------------------------------------------------------------------
 
-    with tempfile.TemporaryDirectory() as folder:
-        return [
-            spec
-            for name in parallel.CASES
-            for spec in parallel.together(name, 2, "gloo", Path(folder, name), pretended=device)
-        ]
+
+def by_every_kernel(function: Any, *arguments: Any, most: int = 6, **named: Any) -> Iterator[Any]:
+    """Yield a call's results by each of the first kernels that its weight may need."""
+    op, call, positional = _asked(function, arguments, named)
+    device = device_of(arguments[0].device)
+    decision = dispatch.decide(signature_of(call, device), device, call.problem)
+    assert decision is not None, f"two GEMMs serve {op.name}"
+    for chosen in decision.specs[:most]:
+        yield co.build(chosen)(*positional)
+
+
+def by_kernel(config: Config, function: Any, *arguments: Any, **named: Any) -> Any:
+    """Return a call's results by the kernel of a configuration."""
+    _, call, positional = _asked(function, arguments, named)
+    device = device_of(arguments[0].device)
+    return co.build(device.spec(signature_of(call, device), config))(*positional)
+
+
+def _asked(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[ops.Op, Any, tuple[Any, ...]]:
+    """Return the op behind a call, the call as the op checks it, and the arguments of its kernels."""
+    op, (a, b, *inputs), more = requests.requested(function, *arguments, **named)
+    out_dtype = more.get("out_dtype")
+    more = {name: x for name, x in more.items() if name not in ("out", "out_dtype")}
+    positional = op.positional(tuple(inputs), more)
+    return op, op.checked(a, b, positional, {}, None, out_dtype), (a, b, *positional)
 
 
 if __name__ == "__main__":
-    print(build(named(), DISPATCHING | TRAINING | {"test_types"}), "kernels")
+    own_store.use()
+    build(named())

@@ -36,9 +36,9 @@ WHOLE: tuple[Config, ...] = (
     co.Sm90Config(_shape(128, 64, 64), schedule="cooperative", split_k=2),
     SM80,
     co.Sm80Config(_shape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True),
-    co.GemvConfig(1, 4, 16),
-    co.GemvConfig(4, 8, 8),
-    co.GemvConfig(16, 4, 4),
+    co.types.GemvConfig(1, 4, 16),
+    co.types.GemvConfig(4, 8, 8),
+    co.types.GemvConfig(16, 4, 4),
 )
 
 
@@ -74,7 +74,11 @@ def places() -> dict[str, KernelSpec]:
     for d in ("f32.row.align1", "f32.col", "f32.col.align1"):
         for c in (SM90, WHOLE[1], SM80):
             found[f"placed-{d}-{c.slug}"] = _spec(placed, c, d)
-    for c in (SM90, co.Sm90Config(_shape(128, 48, 64), schedule="pingpong", swap_ab=True), co.GemvConfig(4, 8, 8)):
+    for c in (
+        SM90,
+        co.Sm90Config(_shape(128, 48, 64), schedule="pingpong", swap_ab=True),
+        co.types.GemvConfig(4, 8, 8),
+    ):
         found[f"placed_product-{c.slug}"] = _spec(placed_product, c)
     return found
 
@@ -88,7 +92,7 @@ def wrapped(acc):
 
 
 def wrapping() -> dict[str, KernelSpec]:
-    return {f"wrapped-{c.slug}": _spec(wrapped, c) for c in (SM90, SM80, co.GemvConfig(4, 8, 8))}
+    return {f"wrapped-{c.slug}": _spec(wrapped, c) for c in (SM90, SM80, co.types.GemvConfig(4, 8, 8))}
 
 
 # ---- Reductions of two numbers -------------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ def value_of(program: Program, leaves: dict[Any, Any], shape: tuple[int, int] | 
     """Return what a program computes: traced, or for tensors of a shape in FP64."""
     namespace: Any = functions
     if shape is not None:
-        from cutlass_ops.run import reference
+        from cutlass_ops.operand import reference
 
         device = leaves["acc"].device
         namespace = SimpleNamespace(
@@ -214,7 +218,7 @@ def _together(programs: tuple[Program, ...]) -> Epilogue:
 @lru_cache(maxsize=1)
 def drawn_specs() -> dict[str, KernelSpec]:
     """Kernels of three kinds in turn; D and all tiles are FP32."""
-    configs = (SM80, co.GemvConfig(16, 4, 4), co.Sm90Config(_shape(64, 32, 64), schedule="warp_specialized"))
+    configs = (SM80, co.types.GemvConfig(16, 4, 4), co.Sm90Config(_shape(64, 32, 64), schedule="warp_specialized"))
     return {
         name: _spec(
             _together(programs),

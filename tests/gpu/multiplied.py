@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,9 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import tf32
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.sm80.space import UNTUNED_FP64
-from cutlass_ops.run import reference, requests
-from tests.gpu import tensors
+from cutlass_ops.operand import matrices
+from cutlass_ops.run import requests
+from tests.gpu import kernels, tensors
 
 
 @co.epilogue
@@ -72,26 +74,35 @@ def requantised(acc, bias: co.Row, scale: co.Col):
     return acc * scale + bias
 
 
+_shape, _cluster = co.ThreadblockShape, co.ClusterShape
+_MAJORS = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
+
+
+def declare(types: str, epilogue: Any, config: Any, tail: str = "", read: str = "f32") -> KernelSpec:
+    """Return a kernel whose inputs have one type; tiles are aligned as the operands."""
+    taken = {i.name for i in epilogue.graph.inputs}
+    inputs = {"bias": read, "scale": read, "r": f"{read}.row{tail}"}
+    return kernels.declare(types, epilogue, config, **{name: of for name, of in inputs.items() if name in taken})
+
+
 def specs() -> dict[str, KernelSpec]:
     """Return kernels of every instruction, schedule and way to sum, by name."""
     return _of_wgmma() | _of_mma_sync() | _of_fp64() | _of_copies() | _of_integers()
 
 
 def _of_wgmma() -> dict[str, KernelSpec]:
-    shape, cluster = co.ThreadblockShape, co.ClusterShape
-
     def config(m: int, n: int, bytes_k: int, element: int, *clusters: int, **named: Any) -> co.Sm90Config:
-        return co.Sm90Config(shape(m, n, bytes_k // element), cluster(*(clusters or (1, 1))), **named)
+        return co.Sm90Config(_shape(m, n, bytes_k // element), _cluster(*(clusters or (1, 1))), **named)
 
     found = {}
     for dtype, size, d in (("tf32", 4, "f32"), ("i8", 1, "f32"), ("i8", 1, "bf16")):
-        kernels = {
+        each = {
             "pingpong": (fused, config(128, 128, 128, size, 2, 1, schedule="pingpong")),
             "swapped": (fused, config(64, 16, 256, size, schedule="pingpong", swap_ab=True)),
             "few_rows": (elementwise, config(64, 8, 256, size, schedule="warp_specialized", swap_ab=True)),
         }
         if d == "f32":
-            kernels |= {
+            each |= {
                 "plain": (plain, config(128, 96, 128, size, 1, 2, schedule="pingpong")),
                 "cooperative": (elementwise, config(256, 128, 128, size, 2, 1, schedule="cooperative")),
                 "side_by_side": (bias_relu, config(192, 128, 128, size, schedule="cooperative")),
@@ -99,232 +110,111 @@ def _of_wgmma() -> dict[str, KernelSpec]:
                 "resident": (plain, config(128, 16, 256, size, schedule="warp_specialized", swap_ab=True, resident=2)),
             }
         if dtype == "tf32":
-            kernels |= {
+            each |= {
                 "split_k": (elementwise, config(64, 64, 128, size, schedule="warp_specialized", split_k=4)),
                 "stream_k": (elementwise, config(128, 128, 128, size, schedule="cooperative", scheduler="stream_k")),
                 "gated": (gated, config(128, 64, 128, size, schedule="pingpong")),
             }
-        for name, (epilogue, each) in kernels.items():
-            found[f"{dtype}-{d}-wgmma-{name}"] = KernelSpec(
-                a=f"{dtype}.row",
-                b=f"{dtype}.col",
-                d=f"{d}.row",
-                epilogue=epilogue,
-                inputs=_inputs(epilogue),
-                config=each,
-            )
+        for name, (epilogue, one) in each.items():
+            found[f"{dtype}-{d}-wgmma-{name}"] = declare(f"{dtype}.row {dtype}.col {d}.row", epilogue, one)
     return found
 
 
 def _of_mma_sync() -> dict[str, KernelSpec]:
     def config(k: int, instruction: int, **named: Any) -> co.Sm80Config:
-        tile, warp = co.ThreadblockShape(64, 128, k), co.WarpShape(32, 64, k)
+        tile, warp = _shape(64, 128, k), co.WarpShape(32, 64, k)
         return co.Sm80Config(tile, warp, co.InstructionShape(16, 8, instruction), **{"stages": 3, **named})
 
     found = {}
-    for a, b in (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row")):
-        for tail in ("", ".align1"):
-            found[f"tf32-mma_sync-{a}-{b}{tail}"] = KernelSpec(
-                a=f"tf32.{a}{tail}",
-                b=f"tf32.{b}{tail}",
-                d=f"f32.row{tail}",
-                epilogue=fused,
-                inputs=_inputs(fused, tail),
-                config=config(32, 8),
-                target="sm_90",
-            )
+    for (a, b), tail in itertools.product(_MAJORS, ("", ".align1")):
+        types = f"tf32.{a}{tail} tf32.{b}{tail} f32.row{tail}"
+        found[f"tf32-mma_sync-{a}-{b}{tail}"] = declare(types, fused, config(32, 8), tail)
+    of_three = replace(config(16, 8, stages=4), warp=co.WarpShape(32, 32, 16))
     for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "row", "")):
-        found[f"tf32x3-{a}-{b}{tail}"] = KernelSpec(
-            a=f"tf32x3.{a}{tail}",
-            b=f"tf32x3.{b}{tail}",
-            d=f"f32.row{tail}",
-            epilogue=fused,
-            inputs=_inputs(fused, tail),
-            config=replace(config(16, 8, stages=4), warp=co.WarpShape(32, 32, 16)),
-            target="sm_90",
-        )
-    found["tf32-mma_sync-stream_k"] = KernelSpec(
-        a="tf32.row",
-        b="tf32.row",
-        d="bf16.row",
-        epilogue=elementwise,
-        inputs=_inputs(elementwise),
-        config=config(16, 8, stages=4, stream_k=True),
-        target="sm_90",
-    )
+        types = f"tf32x3.{a}{tail} tf32x3.{b}{tail} f32.row{tail}"
+        found[f"tf32x3-{a}-{b}{tail}"] = declare(types, fused, of_three, tail)
+    stream_k = config(16, 8, stages=4, stream_k=True)
+    found["tf32-mma_sync-stream_k"] = declare("tf32.row tf32.row bf16.row", elementwise, stream_k)
     for d, tail, epilogue in (("f32", "", plain), ("f32", "", fused), ("bf16", "", fused), ("f16", ".align1", fused)):
-        found[f"i8-mma_sync-{d}{tail}-{epilogue.name}"] = KernelSpec(
-            a="i8.row",
-            b="i8.col",
-            d=f"{d}.row{tail}",
-            epilogue=epilogue,
-            inputs=_inputs(epilogue, tail),
-            config=config(64, 32),
-            target="sm_90",
-        )
+        types = f"i8.row i8.col {d}.row{tail}"
+        found[f"i8-mma_sync-{d}{tail}-{epilogue.name}"] = declare(types, epilogue, config(64, 32), tail)
     return found
 
 
 def _of_fp64() -> dict[str, KernelSpec]:
+    """Return kernels of each instruction in each pair of majors, and every kernel of choice that divides K."""
+
+    def config(m: int, n: int, k: int, warp: tuple[int, int], *instruction: int, **named: Any) -> co.Sm80Config:
+        return co.Sm80Config(_shape(m, n, k), co.WarpShape(*warp, k), co.InstructionShape(*instruction), **named)
+
+    def of(a: str, b: str, tail: str, one: co.Sm80Config, d: str = "row", epilogue: Any = elementwise) -> KernelSpec:
+        return declare(f"f64.{a}{tail} f64.{b}{tail} f64.{d}{tail}", epilogue, one, tail, "f64")
+
     found = {}
-    for a, b in (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row")):
+    for a, b in _MAJORS:
         for instruction, tail in (((16, 8, 4), ""), ((16, 8, 4), ".align1"), ((8, 8, 4), ".align1")):
-            shape = "x".join(map(str, instruction))
-            found[f"f64-{shape}-{a}-{b}{tail}"] = KernelSpec(
-                a=f"f64.{a}{tail}",
-                b=f"f64.{b}{tail}",
-                d=f"f64.row{tail}",
-                epilogue=elementwise,
-                inputs=_inputs(elementwise, tail, "f64"),
-                config=co.Sm80Config(
-                    co.ThreadblockShape(64, 128, 16),
-                    co.WarpShape(32, 64, 16),
-                    co.InstructionShape(*instruction),
-                    stages=4,
-                ),
-                target="sm_90",
-            )
-    config = co.Sm80Config(
-        co.ThreadblockShape(128, 64, 16), co.WarpShape(64, 32, 16), co.InstructionShape(16, 8, 4), stages=3
-    )
-    for name, epilogue, d in (("functions", functions, "row"), ("turned", elementwise, "col")):
-        found[f"f64-{name}"] = KernelSpec(
-            a="f64.row",
-            b="f64.col",
-            d=f"f64.{d}",
-            epilogue=epilogue,
-            inputs=_inputs(epilogue, "", "f64"),
-            config=config,
-            target="sm_90",
-        )
-    return found | _of_longer_fp64() | _of_fp64_divided()
-
-
-def _of_longer_fp64() -> dict[str, KernelSpec]:
-    """Return kernels of the larger instructions of Hopper, in each pair of majors."""
-    shape, warp = co.ThreadblockShape, co.WarpShape(32, 32, 32)
-    configs = {
-        8: co.Sm80Config(shape(64, 64, 16), co.WarpShape(32, 32, 16), co.InstructionShape(16, 8, 8), stages=4),
-        16: co.Sm80Config(shape(128, 64, 32), warp, co.InstructionShape(16, 8, 16), stages=3),
-    }
-    return {
-        f"f64-16x8x{k}-{a}-{b}{tail}": KernelSpec(
-            a=f"f64.{a}{tail}",
-            b=f"f64.{b}{tail}",
-            d=f"f64.row{tail}",
-            epilogue=elementwise,
-            inputs=_inputs(elementwise, tail, "f64"),
-            config=replace(config, stream_k=k == 8 and a != b),
-            target="sm_90",
-        )
-        for k, config in configs.items()
-        for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "col", ""), ("col", "row", ".align1"))
-    }
-
-
-def _of_fp64_divided() -> dict[str, KernelSpec]:
-    """Return every kernel of choice that divides K, and the one for few rows in other layouts."""
+            one = config(64, 128, 16, (32, 64), *instruction, stages=4)
+            found[f"f64-{'x'.join(map(str, instruction))}-{a}-{b}{tail}"] = of(a, b, tail, one)
+        # The larger instructions of Hopper.
+        tail = "" if b == "col" else ".align1"
+        eight = config(64, 64, 16, (32, 32), 16, 8, 8, stages=4, stream_k=a != b)
+        sixteen = config(128, 64, 32, (32, 32), 16, 8, 16, stages=3)
+        found |= {f"f64-16x8x{one.instruction.k}-{a}-{b}{tail}": of(a, b, tail, one) for one in (eight, sixteen)}
+    usual = config(128, 64, 16, (64, 32), 16, 8, 4, stages=3)
+    found["f64-functions"] = of("row", "col", "", usual, epilogue=functions)
+    found["f64-turned"] = of("row", "col", "", usual, "col")
     divided = {c.slug: c for c in UNTUNED_FP64 if c.stream_k}
-    few = min(divided, key=lambda slug: divided[slug].threadblock.m)
-    layouts = dict.fromkeys(divided, ("row", "col", "row", ""))
-    layouts |= {"odd": ("col", "row", "row", ".align1"), "odd-along_k": ("row", "col", "row", ".align1")}
-    layouts |= {"turned": ("row", "row", "col", "")}
-    return {
-        f"f64-stream_k-{name}": KernelSpec(
-            a=f"f64.{a}{tail}",
-            b=f"f64.{b}{tail}",
-            d=f"f64.{d}{tail}",
-            epilogue=elementwise,
-            inputs=_inputs(elementwise, tail, "f64"),
-            config=divided.get(name, divided[few]),
-            target="sm_90",
-        )
-        for name, (a, b, d, tail) in layouts.items()
-    }
+    few = min(divided.values(), key=lambda c: c.threadblock.m)
+    found |= {f"f64-stream_k-{name}": of("row", "col", "", one) for name, one in divided.items()}
+    found["f64-stream_k-odd"] = of("col", "row", ".align1", few)
+    found["f64-stream_k-odd-along_k"] = of("row", "col", ".align1", few)
+    found["f64-stream_k-turned"] = of("row", "row", "", few, "col")
+    return found
 
 
 def _of_copies() -> dict[str, KernelSpec]:
     """Return kernels that copy operands to lines along K: across K, or at any address, in each orientation."""
-    shape, cluster = co.ThreadblockShape, co.ClusterShape
     majors = (("row", "row"), ("col", "row"), ("col", "col"), ("row", "col"))
     found = {}
     for dtype, size in (("tf32", 4), ("i8", 1)):
         configs = (
-            co.Sm90Config(shape(128, 128, 128 // size), cluster(2, 1), schedule="pingpong", realign=True),
-            co.Sm90Config(shape(64, 16, 256 // size), schedule="warp_specialized", swap_ab=True, realign=True),
-            co.Sm90Config(shape(256, 128, 128 // size), cluster(1, 2), schedule="cooperative", realign=True),
-            co.Sm90Config(shape(64, 64, 256 // size), schedule="pingpong", realign=True),
+            co.Sm90Config(_shape(128, 128, 128 // size), _cluster(2, 1), schedule="pingpong", realign=True),
+            co.Sm90Config(_shape(64, 16, 256 // size), schedule="warp_specialized", swap_ab=True, realign=True),
+            co.Sm90Config(_shape(256, 128, 128 // size), _cluster(1, 2), schedule="cooperative", realign=True),
+            co.Sm90Config(_shape(64, 64, 256 // size), schedule="pingpong", realign=True),
         )
-        for (a, b), config in zip(majors, configs, strict=True):
-            for tail in ("", ".align1"):
-                if (a, b, tail) == ("row", "col", ""):
-                    continue  # nothing to copy
-                found[f"{dtype}-copied-{a}-{b}{tail}"] = KernelSpec(
-                    a=f"{dtype}.{a}{tail}",
-                    b=f"{dtype}.{b}{tail}",
-                    d=f"f32.row{tail}",
-                    epilogue=plain if dtype == "i8" else elementwise,
-                    inputs=_inputs(plain if dtype == "i8" else elementwise, tail),
-                    config=config,
-                )
-    split = co.Sm90Config(shape(64, 64, 32), schedule="warp_specialized", split_k=4, realign=True)
-    found["tf32-copied-split_k"] = KernelSpec(a="tf32.col", b="tf32.row", d="f32.row", epilogue=plain, config=split)
+        epilogue = plain if dtype == "i8" else elementwise
+        for ((a, b), config), tail in itertools.product(zip(majors, configs, strict=True), ("", ".align1")):
+            if (a, b, tail) != ("row", "col", ""):  # nothing to copy
+                types = f"{dtype}.{a}{tail} {dtype}.{b}{tail} f32.row{tail}"
+                found[f"{dtype}-copied-{a}-{b}{tail}"] = declare(types, epilogue, config, tail)
+    split = co.Sm90Config(_shape(64, 64, 32), schedule="warp_specialized", split_k=4, realign=True)
+    found["tf32-copied-split_k"] = declare("tf32.col tf32.row f32.row", plain, split)
     return found
 
 
 def _of_integers() -> dict[str, KernelSpec]:
     """Return kernels whose D is INT8 or INT32, stored by TMA or element by element, and as D^T."""
-    shape, cluster = co.ThreadblockShape, co.ClusterShape
-    sm80 = co.Sm80Config(shape(64, 128, 64), co.WarpShape(32, 64, 64), co.InstructionShape(16, 8, 32), stages=3)
+    sm80 = co.Sm80Config(_shape(64, 128, 64), co.WarpShape(32, 64, 64), co.InstructionShape(16, 8, 32), stages=3)
     configs: dict[str, tuple[str, Any]] = {
-        "pingpong": ("", co.Sm90Config(shape(128, 128, 128), cluster(2, 1), schedule="pingpong")),
-        "cooperative": ("", co.Sm90Config(shape(256, 128, 128), cluster(1, 2), schedule="cooperative")),
-        "side_by_side": ("", co.Sm90Config(shape(192, 128, 128), schedule="cooperative")),
-        "swapped": ("", co.Sm90Config(shape(64, 16, 256), schedule="pingpong", swap_ab=True)),
-        "odd": (".align1", co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized")),
-        "odd-swapped": (".align1", co.Sm90Config(shape(64, 16, 256), schedule="warp_specialized", swap_ab=True)),
+        "pingpong": ("", co.Sm90Config(_shape(128, 128, 128), _cluster(2, 1), schedule="pingpong")),
+        "cooperative": ("", co.Sm90Config(_shape(256, 128, 128), _cluster(1, 2), schedule="cooperative")),
+        "side_by_side": ("", co.Sm90Config(_shape(192, 128, 128), schedule="cooperative")),
+        "swapped": ("", co.Sm90Config(_shape(64, 16, 256), schedule="pingpong", swap_ab=True)),
+        "odd": (".align1", co.Sm90Config(_shape(64, 64, 128), schedule="warp_specialized")),
+        "odd-swapped": (".align1", co.Sm90Config(_shape(64, 16, 256), schedule="warp_specialized", swap_ab=True)),
         "mma_sync": ("", sm80),
         "mma_sync-odd": (".align1", sm80),
     }
-    found = {}
-    for d, epilogue in (("i8", requantised), ("i32", plain)):
-        for name, (tail, config) in configs.items():
-            found[f"i8-{d}-{name}"] = KernelSpec(
-                a="i8.row",
-                b="i8.col",
-                d=f"{d}.row{tail}",
-                epilogue=epilogue,
-                inputs=_inputs(epilogue, tail),
-                config=config,
-                target="sm_90" if config is sm80 else None,
-            )
-    tile = KernelSpec(
-        a="i8.row",
-        b="i8.col",
-        d="i8.row",
-        epilogue=elementwise,
-        inputs=_inputs(elementwise),
-        config=co.Sm90Config(shape(128, 128, 128), schedule="pingpong"),
-    )
-    return found | {"i8-i8-tile": tile, "i8-i8-tile-mma_sync": replace_config(tile, sm80)}
-
-
-def replace_config(spec: KernelSpec, config: Any) -> KernelSpec:
-    """Return a declaration for another kind of kernel of Hopper."""
-    return KernelSpec(
-        a=spec.a,
-        b=spec.b,
-        d=spec.d,
-        epilogue=spec.epilogue,
-        inputs={i.name: operand for i, operand in spec.typed_inputs},
-        config=config,
-        target="sm_90",
-    )
-
-
-def _inputs(epilogue: Any, tail: str = "", read: str = "f32") -> dict[str, str]:
-    taken = {i.name for i in epilogue.graph.inputs}
-    return {name: of for name, of in {"bias": read, "scale": read, "r": f"{read}.row{tail}"}.items() if name in taken}
+    found = {
+        f"i8-{d}-{name}": declare(f"i8.row i8.col {d}.row{tail}", epilogue, config, tail)
+        for d, epilogue in (("i8", requantised), ("i32", plain))
+        for name, (tail, config) in configs.items()
+    }
+    whole = co.Sm90Config(_shape(128, 128, 128), schedule="pingpong")
+    for name, config in (("i8-i8-tile", whole), ("i8-i8-tile-mma_sync", sm80)):
+        found[name] = declare("i8.row i8.col i8.row", elementwise, config)
+    return found
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
@@ -373,7 +263,7 @@ def exact(x: Tensor, w: Tensor, math: str | None = "tf32") -> Tensor:
     """Return what the Tensor Cores multiply, in float64, which has every sum of INT8."""
     if x.dtype in (torch.int8, torch.float64) or math == "3xtf32":
         return x.double() @ w.double()
-    return reference.as_multiplied(x, tf32).double() @ reference.as_multiplied(w, tf32).double()
+    return matrices.as_multiplied(x, tf32).double() @ matrices.as_multiplied(w, tf32).double()
 
 
 def _fp32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True, math: str = "tf32") -> requests.Request:
@@ -440,12 +330,3 @@ CALLS: dict[str, Callable[[], requests.Request]] = {
     "i8 to i8, odd": lambda: _across(129, 251, 1040, "col", "col", torch.int8),
     "i8 batches": lambda: _batches(whole(3, 65, 144), whole(3, 72, 144).mT, None),
 }
-
-
-def called() -> list[KernelSpec]:
-    """Return the kernels that these calls are served by."""
-    found = []
-    for make in CALLS.values():
-        op, arguments, named = make()
-        found.append(op.plan(*arguments, **named).spec)
-    return found

@@ -1,4 +1,4 @@
-"""Tensors as callers have them: padded, offset, transposed, and outputs in a frame that shows stray writes."""
+"""Tensors as callers have them: padded, offset, transposed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
+
+from cutlass_ops.operand.call import device_of
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -17,6 +20,12 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
+
+
+def require_hopper() -> None:
+    """Skip a test whose kernels are compiled for Hopper on other GPUs."""
+    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_tma:
+        pytest.skip("these kernels need Hopper")
 
 
 def matrix(rows: int, cols: int, dtype: str, major: str = "row", *, aligned: bool = True) -> Tensor:
@@ -43,29 +52,3 @@ def without_synchronisation() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-class Framed:
-    """An output inside a larger buffer, all of it NaN: what the kernel leaves is seen, and what it should not touch."""
-
-    def __init__(self, rows: int, cols: int, dtype: str, major: str = "row", *, aligned: bool = True) -> None:
-        inner, outer = (cols, rows) if major == "row" else (rows, cols)
-        left = 8 if aligned else 3
-        ld = (inner + 31) // 8 * 8 + (0 if aligned else 1)
-        self.buffer = torch.full((outer + 2, ld), float("nan"), device="cuda", dtype=DTYPES[dtype])
-        window = self.buffer[1 : outer + 1, left : left + inner]
-        self.out = window if major == "row" else window.t()
-        self._window = window
-
-    def assert_frame_untouched(self, what: str = "") -> None:
-        """Require NaN everywhere outside of the output."""
-        outside = torch.ones_like(self.buffer, dtype=torch.bool)
-        rows, cols = self._window.shape
-        offset = (self._window.data_ptr() - self.buffer.data_ptr()) // self.buffer.element_size()
-        top, left = divmod(offset, self.buffer.shape[1])
-        outside[top : top + rows, left : left + cols] = False
-        stray = (outside & ~self.buffer.isnan()).nonzero()
-        assert not len(stray), (
-            f"the kernel wrote outside of its output {what}: {len(stray)} elements, the first at {stray[0].tolist()} "
-            f"where the output begins at {[top, left]}"
-        )

@@ -56,7 +56,7 @@ SERVE = textwrap.dedent("""
     try:
         co.gemm_bias_gelu(x, weight.t(), bias)
         missing = None
-    except co.MissingKernelError as exc:
+    except co.errors.MissingKernelError as exc:
         missing = str(exc)
     bundled = [isinstance(entry.kernel.artifact, BundledKernel) for entry in Registry.current().entries()]
     found = {"errors": errors, "bundled": bundled, "missing": missing}

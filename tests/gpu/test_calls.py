@@ -1,234 +1,167 @@
-"""The ops as they are called: dispatch, outputs, streams, threads, graphs, memory, errors."""
+"""The ops as they are called: dispatch, outputs, streams, threads, memory, errors."""
 
 import threading
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.spec import Operand
 from cutlass_ops.run import named
+from cutlass_ops.run.registry import Registry
 from tests.gpu import kernels, oracle, tensors
+from tests.gpu.cases import captured
+from tests.gpu.memory import placed, whole
 
 pytestmark = pytest.mark.gpu
 
+BF16, F32 = torch.bfloat16, torch.float32
+NAN = float("nan")
+LONG = 300_000_000  # cycles: long enough for the host to notice, short enough for a test
+# Rows of A, and weights (N, K), each of the one with each of the other.
+ROWS = (1, 2, 16, 17, 33, 64, 65, 128, 129, 255, 256, 257, 511, 640, 1030, 2050)
+WEIGHTS = ((256, 512), (1024, 1024), (4096, 4096), (6144, 264), (520, 8200))
 
-def problem(m, n, k, dtype="bf16", *, aligned=True):
-    a, b = tensors.matrix(m, k, dtype, aligned=aligned), tensors.matrix(k, n, dtype, "col", aligned=aligned)
-    return a, b, tensors.vector(n, dtype)
+
+def problem(m, n, k, *, aligned=True):
+    a, b = tensors.matrix(m, k, "bf16", aligned=aligned), tensors.matrix(k, n, "bf16", "col", aligned=aligned)
+    return a, b, tensors.vector(n, "bf16")
+
+
+def whole_problem(m, n, k):
+    """Draw whole numbers, of which one result is right."""
+    return whole(m, k).to(BF16), whole(n, k).to(BF16).t(), whole(n, largest=200).to(BF16)
 
 
 def bias_relu_exact(a, b, bias):
     return torch.relu(a.double() @ b.double() + bias.double())
 
 
-@pytest.mark.parametrize("m", kernels.ROWS)
-@pytest.mark.parametrize(("n", "k"), kernels.WEIGHTS)
+def exact(a, b, bias):
+    return bias_relu_exact(a, b, bias).to(BF16)
+
+
+def eager(a, b, bias):
+    return F.relu(F.linear(a, b.t(), bias))
+
+
+def nan_like(*shape, dtype=BF16):
+    return torch.full(shape, NAN, device="cuda", dtype=dtype)
+
+
+def allocations():
+    return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+
+# ---- Dispatch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_every_kernel_that_dispatch_picks(m, n, k):
-    a, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) / k**0.25 for s in ((m, k), (n, k)))
-    bias = tensors.vector(n, "bf16")
-    framed = tensors.Framed(m, n, "bf16")
-    assert co.gemm_bias_relu(a, b.t(), bias, out=framed.out) is framed.out
-    framed.assert_frame_untouched()
-    oracle.assert_close(framed.out, bias_relu_exact(a, b.t(), bias), F.relu(F.linear(a, b, bias)))
+    a, b = (torch.randn(s, device="cuda", dtype=BF16) / k**0.25 for s in ((m, k), (n, k)))
+    bias, here = tensors.vector(n, "bf16"), placed((m, n), Operand.of("bf16.row"))
+    assert co.gemm_bias_relu(a, b.t(), bias, out=here.view) is here.view
+    here.assert_only()
+    oracle.assert_close(here.view, bias_relu_exact(a, b.t(), bias), eager(a, b.t(), bias))
     fresh = co.gemm_bias_relu(a, b.t(), bias)
     assert fresh.is_contiguous()
-    assert torch.equal(fresh, framed.out)
+    assert torch.equal(fresh, here.view)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 4097, 129), (65, 1001, 4097), (511, 63, 65)])
-def test_misaligned_sizes(m, n, k):
-    a, b, bias = problem(m, n, k, aligned=False)
-    result = co.gemm_bias_relu(a, b, bias)
-    oracle.assert_close(result, bias_relu_exact(a, b, bias), F.relu(F.linear(a, b.t(), bias)))
+def shifted(x):
+    """Place a matrix one element after an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-def test_a_misaligned_address():
-    buffer = torch.randn(65 * 128 + 1, device="cuda").bfloat16()
-    a = buffer[1:].view(65, 128)
-    _, b, bias = problem(65, 72, 128)
-    b = b.t().contiguous().view(-1)
-    b = torch.cat([b.new_zeros(1), b])[1:].view(72, 128).t()
-    oracle.assert_close(co.gemm_bias_relu(a, b, bias), bias_relu_exact(a, b, bias), F.relu(F.linear(a, b.t(), bias)))
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4097, 129), (65, 1001, 4097), (511, 63, 65), (65, 72, 128)], ids=str)
+def test_misaligned_sizes_and_addresses(shape):
+    a, b, bias = problem(*shape, aligned=False)
+    if shape == (65, 72, 128):
+        a, b = shifted(a), shifted(b.t()).t()
+    oracle.assert_close(co.gemm_bias_relu(a, b, bias), bias_relu_exact(a, b, bias), eager(a, b, bias))
 
 
 def test_an_odd_number_of_columns_keeps_the_bulk_loads():
-    m, n, k = 65, 1001, 512
-    a, w = (torch.randn(s, device="cuda").bfloat16() / k**0.25 for s in ((m, k), (n, k)))
-    bias = tensors.vector(n, "bf16")
-    plan = co.gemm_bias_relu.plan(a, w.t(), bias)
-    assert isinstance(plan.spec.config, co.Sm90Config)
-    wanted = bias_relu_exact(a, w.t(), bias)
-    oracle.assert_close(co.gemm_bias_relu(a, w.t(), bias), wanted, F.relu(F.linear(a, w, bias)))
-    # A window of a larger buffer: aligned rows, and neighbours that must stay.
-    framed = tensors.Framed(m, n, "bf16")
-    oracle.assert_close(co.gemm_bias_relu(a, w.t(), bias, out=framed.out), wanted)
-    framed.assert_frame_untouched()
-
-
-def test_residual_in_place():
-    a, b, bias = problem(200, 256, 512)
-    residual = torch.randn(200, 256, device="cuda").bfloat16()
-    wanted = bias_relu_exact(a, b, bias) + residual.double()
-    result = co.gemm_bias_relu_residual(a, b, bias, residual, out=residual)
-    assert result is residual
-    oracle.assert_close(result, wanted)
+    a, b, bias = problem(65, 1001, 512)
+    assert isinstance(co.gemm_bias_relu.plan(a, b, bias).spec.config, co.Sm90Config)
+    wanted = bias_relu_exact(a, b, bias)
+    oracle.assert_close(co.gemm_bias_relu(a, b, bias), wanted, eager(a, b, bias))
+    # A window of a larger buffer: neighbours must stay.
+    here = placed((65, 1001), Operand.of("bf16.row"))
+    oracle.assert_close(co.gemm_bias_relu(a, b, bias, out=here.view), wanted)
+    here.assert_only()
 
 
 def test_a_batch_is_folded():
-    a = torch.randn(3, 5, 7, 256, device="cuda").bfloat16()
-    _, b, bias = problem(1, 128, 256)
-    wanted = bias_relu_exact(a.flatten(0, 2), b, bias).view(3, 5, 7, 128)
+    a, (_, b, bias) = torch.randn(3, 5, 7, 256, device="cuda").to(BF16), problem(1, 128, 256)
+    wanted, out = bias_relu_exact(a, b, bias), nan_like(3, 5, 7, 128)
     for _ in range(2):  # cold, then warm
-        result = co.gemm_bias_relu(a, b, bias)
-        assert result.shape == (3, 5, 7, 128)
-        oracle.assert_close(result, wanted)
-    out = torch.full((3, 5, 7, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+        oracle.assert_close(co.gemm_bias_relu(a, b, bias), wanted)
     assert co.gemm_bias_relu(a, b, bias, out=out) is out
     oracle.assert_close(out, wanted)
-    sliced = torch.randn(4, 6, 512, device="cuda").bfloat16()[:, :, 128:384]
+    sliced = torch.randn(4, 6, 512, device="cuda").to(BF16)[:, :, 128:384]
     oracle.assert_close(co.gemm_bias_relu(sliced, b, bias), bias_relu_exact(sliced, b, bias))
-    row = torch.randn(256, device="cuda").bfloat16()
-    assert co.gemm_bias_relu(row, b, bias).shape == (128,)
+    assert co.gemm_bias_relu(a[0, 0, 0], b, bias).shape == (128,)
     with pytest.raises(ValueError, match="contiguous"):
         co.gemm_bias_relu(a[:, :, ::2][:, ::2], b, bias)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 2, "cpu", "cuda"])
-def test_scalars(alpha):
-    value = alpha if not isinstance(alpha, str) else torch.tensor(0.25, device=alpha)
-    a, b, _ = problem(70, 128, 256)
-    for _ in range(2):
-        result = co.gemm(a, b, epilogue=kernels.scaled, alpha=value)
-        oracle.assert_close(result, torch.relu(a.double() @ b.double() * float(value)))
+SCALARS = [
+    2,
+    0.5,
+    0,
+    torch.tensor(0.25),
+    torch.tensor(4.0, dtype=BF16),
+    torch.tensor([0.5]),
+    torch.tensor(0.5).double(),
+]
 
 
-def test_dtypes_of_d():
-    a, b, _ = problem(65, 64, 128, "f16")
-    wanted = torch.relu(a.double() @ b.double() + 1)
-    bias = torch.ones(64, device="cuda", dtype=torch.float16)
-    for d in ("f32", "bf16"):
-        spec = kernels.configurations()[f"{kernels.SM90.slug}-d-{d}-from-f16"]
-        bias_d = bias.to(tensors.DTYPES[d])
-        if spec.inputs[0].dtype.name == "f16":
-            bias_d = bias
-        result = co.build(spec)(a, b, bias_d)
-        assert result.dtype == tensors.DTYPES[d]
-        oracle.assert_close(result, wanted)
+def test_a_scalar_may_differ_at_every_call_and_be_on_the_device():
+    a, b, _ = whole_problem(70, 128, 256)
+    for value in SCALARS:
+        wanted = torch.relu(a.double() @ b.double() * float(value)).to(BF16)
+        for scalar in (value, value.cuda()) if isinstance(value, torch.Tensor) else (value,):
+            assert torch.equal(co.gemm(a, b, epilogue=kernels.scaled, alpha=scalar), wanted)
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0)])
-def test_empty_extents(shape):
+@pytest.mark.parametrize("shape", [(0, 256, 128), (72, 0, 128), (72, 256, 0), (0, 0, 0)])
+def test_empty_extents_with_out_and_residual(shape):
     m, n, k = shape
-    a, b, bias = (
-        torch.randn(m, k).bfloat16().cuda(),
-        torch.randn(k, n).bfloat16().cuda(),
-        torch.randn(n).bfloat16().cuda(),
-    )
-    result = co.gemm_bias_relu(a, b, bias)
-    assert result.shape == (m, n)
-    assert torch.equal(result, torch.relu(bias).expand(m, n))
+    a, b, bias = whole_problem(m, n, k)
+    residual, out = whole(m, n).to(BF16), nan_like(m, n)
+    assert torch.equal(co.gemm_bias_relu(a, b, bias), torch.relu(bias).expand(m, n))
+    assert co.gemm_bias_relu_residual(a, b, bias, residual, out=out) is out
+    assert torch.equal(out, (torch.relu(bias).expand(m, n).double() + residual.double()).to(BF16))
+    if m and n:
+        assert torch.equal(co.gemm_bias_relu_residual(a, b, bias, residual, out=residual), out)
 
 
-def test_more_than_two_to_the_31_elements():
-    if torch.cuda.mem_get_info()[0] < 30e9:
-        pytest.skip("needs 30 GB of free device memory")
-    m, n, k = 70_000, 32_768, 64
+def test_one_shape_with_several_kernels_stays_warm():
+    m, n, k = 48, 256, 512
     a, b, bias = problem(m, n, k)
-    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-    co.gemm_bias_relu(a, b, bias, out=out)
-    rows = torch.tensor([0, 1, 32_767, 65_535, 65_536, 65_537, m - 2, m - 1], device="cuda")
-    oracle.assert_close(out[rows], bias_relu_exact(a[rows], b, bias))
-    assert not any(chunk.isnan().any() for chunk in out.split(4096))
-    wide = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    narrow = torch.randn(64, n, device="cuda").bfloat16()
-    result = co.gemm_bias_relu(wide, narrow.t(), bias[:64])
-    oracle.assert_close(result[rows], bias_relu_exact(wide[rows], narrow.t(), bias[:64]))
+    odd = torch.randn(m * k + 1, device="cuda").bfloat16()[1:].view(m, k)
+    for _ in range(3):
+        for x in (a.contiguous(), odd):
+            oracle.assert_close(co.gemm_bias_relu(x, b, bias), bias_relu_exact(x, b, bias))
+    weights = [weight for key, weight in named.gemm_bias_relu._plans.items() if key[0] == (k, n)]
+    assert [len(weight.plans[m, k]) for weight in weights if (m, k) in weight.plans] == [2]
 
 
-def test_the_current_stream_orders_the_work():
-    a, b, bias = problem(256, 256, 512)
-    wanted = bias_relu_exact(a, b, bias)
-    side, out = torch.cuda.Stream(), torch.empty(256, 256, device="cuda", dtype=torch.bfloat16)
-    staged = torch.zeros_like(a)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        staged.copy_(a)
-        co.gemm_bias_relu(staged, b, bias, out=out)
-        result = out.clone()
-    side.synchronize()
-    oracle.assert_close(result, wanted)
-
-
-def test_no_synchronisation_and_no_hidden_allocation():
-    a, b, bias = problem(256, 256, 512)
-    out = co.gemm_bias_relu(a, b, bias)
-    torch.cuda.synchronize()
-    with tensors.without_synchronisation():
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        co.gemm_bias_relu(a, b, bias, out=out)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        co.gemm_bias_relu(a, b, bias)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
-
-
-def test_cuda_graph():
-    a, b, bias = problem(300, 256, 512)
-    alpha = torch.tensor(2.0, device="cuda")
-    co.gemm_bias_relu(a, b, bias), co.gemm(a, b, epilogue=kernels.scaled, alpha=alpha)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        first = co.gemm_bias_relu(a, b, bias)
-        second = co.gemm(a, b, epilogue=kernels.scaled, alpha=alpha)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        a.copy_(torch.randn_like(a))
-        bias.copy_(torch.randn_like(bias))
-        alpha.fill_(seed + 0.5)
-        graph.replay()
-        oracle.assert_close(first, bias_relu_exact(a, b, bias))
-        oracle.assert_close(second, torch.relu(a.double() @ b.double() * (seed + 0.5)))
-
-
-def test_threads():
-    shapes = [(1, 256, 512), (33, 1024, 256), (200, 520, 264), (700, 512, 512), (64, 4096, 512), (129, 136, 8)]
-    failures = []
-
-    def work(seed):
-        try:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for turn in range(20):
-                    m, n, k = shapes[(seed + turn) % len(shapes)]
-                    generator = torch.Generator("cuda").manual_seed(seed * 100 + turn)
-                    a, w = (
-                        torch.randn(*s, device="cuda", generator=generator).bfloat16() / k**0.25
-                        for s in ((m, k), (n, k))
-                    )
-                    bias = torch.randn(n, device="cuda", generator=generator).bfloat16()
-                    result = co.gemm_bias_relu(a, w.t(), bias)
-                    oracle.assert_close(result, bias_relu_exact(a, w.t(), bias))
-        except Exception as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_another_device_than_the_current_one():
-    a, b, bias = (x.to("cuda:1") for x in problem(65, 256, 512))
-    result = co.gemm_bias_relu(a, b, bias)
-    assert result.device == torch.device("cuda:1")
-    assert torch.cuda.current_device() == 0
-    oracle.assert_close(result, bias_relu_exact(a, b, bias))
+def test_m_does_not_grow_the_registry():
+    _, b, bias = whole_problem(1, 256, 128)
+    co.gemm_bias_relu.warm_up(whole(1, 128).to(BF16), b, bias)
+    loaded, used = len(Registry.current().entries()), set()
+    for m in [*range(1, 300), 511, 777, 1024, 4097, 8192]:
+        a = whole(m, 128).to(BF16)
+        assert torch.equal(co.gemm_bias_relu(a, b, bias), exact(a, b, bias)), m
+        used.add(co.gemm_bias_relu.plan(a, b, bias).spec)
+    assert len(Registry.current().entries()) == loaded
+    assert len(used) >= 2
 
 
 def rows_without_a_compiler(op, b, bias, exact):
@@ -254,37 +187,53 @@ def test_the_first_call_leaves_other_rows_to_the_background(monkeypatch):
     rows_without_a_compiler(co.gemm_bias_silu, b, bias, lambda x, w, v: F.silu(x.double() @ w.double() + v.double()))
 
 
-def test_errors_name_the_argument():
-    a, b, bias = problem(16, 64, 128)
-    cases = [
-        (TypeError, "^a is torch.float32", lambda: co.gemm_bias_relu(a.float(), b, bias)),
-        (TypeError, "^b is torch.float16", lambda: co.gemm_bias_relu(a, b.half(), bias)),
-        (TypeError, "^bias is torch.float64", lambda: co.gemm_bias_relu(a, b, bias.double())),
-        (TypeError, "bias is missing", lambda: co.gemm_bias_relu(a, b)),
-        (TypeError, "^bias must be a torch.Tensor", lambda: co.gemm_bias_relu(a, b, 1.0)),
-        (ValueError, "pass b.t()", lambda: co.gemm_bias_relu(a, b.t().contiguous(), bias)),
-        (ValueError, "^bias has shape", lambda: co.gemm_bias_relu(a, b, bias[:-1])),
-        (ValueError, "^bias has shape", lambda: co.gemm_bias_relu(a, b, bias[:, None])),
-        (ValueError, "^bias is on cpu", lambda: co.gemm_bias_relu(a, b, bias.cpu())),
-        (ValueError, "^out has shape", lambda: co.gemm_bias_relu(a, b, bias, out=a)),
-        (ValueError, "^out is on cpu", lambda: co.gemm_bias_relu(a, b, bias, out=torch.empty(16, 64).bfloat16())),
-        (
-            ValueError,
-            "^a requires grad",
-            lambda: co.gemm_bias_relu(a.clone().requires_grad_(), b, bias, out=torch.empty_like(a[:, :64])),
-        ),
-        (ValueError, "^a has shape .* stride 1", lambda: co.gemm_bias_relu(wide[:, ::2], b, bias)),
-        (ValueError, "^bias has stride 2", lambda: co.gemm_bias_relu(a, b, long[::2])),
+# ---- Outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_stale_results_do_not_survive():
+    a, b, bias = whole_problem(72, 256, 128)
+    for _ in range(3):
+        out = nan_like(72, 256)
+        for x in (a, -a, a * 0):
+            co.gemm_bias_relu(x, b, bias, out=out)
+            assert torch.equal(out, exact(x, b, bias))
+
+
+def test_a_warm_plan_does_not_hide_what_is_wrong():
+    a, b, bias = whole_problem(72, 256, 128)
+    out, wide, long = co.gemm_bias_relu(a, b, bias), whole(72, 256).to(BF16), whole(512).to(BF16)
+    wrong = [
+        (TypeError, r"^out is torch\.bfloat16, and out_dtype asks for torch\.float32", {"out": out, "out_dtype": F32}),
+        (TypeError, r"^out_dtype is torch\.float64", {"out_dtype": torch.float64}),
+        (TypeError, r"^out must be", {"out": [out]}),
+        (TypeError, "^a is torch.float32", {"a": a.float()}),
+        (TypeError, "^b is torch.float16", {"b": b.half()}),
+        (TypeError, "^bias is torch.float64", {"bias": bias.double()}),
+        (ValueError, r"pass b\.t\(\)", {"b": b.t().contiguous()}),
+        (ValueError, "^bias has shape", {"bias": bias[:-1]}),
+        (ValueError, "^bias is on cpu", {"bias": bias.cpu()}),
+        (ValueError, "^bias has stride 2", {"bias": long[::2]}),
+        (ValueError, "^out has shape", {"out": a}),
+        (ValueError, "^out is on cpu", {"out": out.cpu()}),
+        (ValueError, "^a requires grad", {"a": a.clone().requires_grad_(), "out": out}),
+        (ValueError, "^a has shape .* stride 1", {"a": wide[:, ::2]}),
     ]
-    wide, long = torch.randn(16, 256, device="cuda").bfloat16(), torch.randn(128, device="cuda").bfloat16()
-    for kind, pattern, run in cases:
-        for _ in range(2):
-            with pytest.raises(kind, match=pattern.replace("b.t()", r"b\.t\(\)")):
-                run()
-    co.gemm_bias_relu(a, b, bias)
-    for kind, pattern, run in cases:  # a warm plan must not change the answers
-        with pytest.raises(kind, match=pattern.replace("b.t()", r"b\.t\(\)")):
-            run()
+    for _ in range(2):
+        for kind, pattern, changed in wrong:
+            with pytest.raises(kind, match=pattern):
+                co.gemm_bias_relu(**({"a": a, "b": b, "bias": bias} | changed))
+        assert torch.equal(co.gemm_bias_relu(a, b, bias, out=out), exact(a, b, bias))
+
+
+def test_a_residual_in_place_with_leading_dimensions():
+    x, b, bias = whole_problem(6 * 8, 256, 128)
+    a = x.view(2, 3, 8, 128)
+    for _ in range(3):
+        residual = whole(2, 3, 8, 256).to(BF16)
+        wanted = (torch.relu(a.double() @ b.double() + bias.double()) + residual.double()).to(BF16)
+        assert torch.equal(co.gemm_bias_relu_residual(a, b, bias, residual), wanted)
+        assert co.gemm_bias_relu_residual(a, b, bias, residual, out=residual) is residual
+        assert torch.equal(residual, wanted)
 
 
 def test_overlapping_outputs():
@@ -301,43 +250,177 @@ def test_overlapping_outputs():
         co.gemm_residual(a, b, residual[:64], out=residual[1:])
 
 
-def test_gradients_are_recorded_only_where_they_are_wanted():
-    a, b, bias = problem(16, 64, 128)
-    weight = b.t().contiguous().requires_grad_()
-    with torch.no_grad():
-        first = co.gemm_bias_relu(a, weight.t(), bias)
-        assert co.gemm_bias_relu(a, weight.t(), bias).grad_fn is None
-    recorded = co.gemm_bias_relu(a, weight.t(), bias)
-    assert recorded.grad_fn is not None
-    assert torch.equal(recorded, first)
+def test_parameters_and_inference_tensors():
+    a, b, bias = whole_problem(72, 256, 128)
+    weight, offset = torch.nn.Parameter(b.t().contiguous()), torch.nn.Parameter(bias)
+    wanted = exact(a, b, bias)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(2):
+                assert torch.equal(co.gemm_bias_relu(a, weight.t(), offset), wanted)
+                again = co.gemm_bias_relu(wanted[:, :128].contiguous(), weight.t(), offset)
+    assert again.is_inference()
+    for _ in range(2):
+        out = torch.empty_like(wanted)
+        with pytest.raises(ValueError, match=r"^b requires grad"):
+            co.gemm_bias_relu(a, weight.t(), bias, out=out)
+        with pytest.raises(ValueError, match=r"^bias requires grad"):
+            co.gemm_bias_relu(a, b, offset, out=out)
+        assert co.gemm_bias_relu(a, b, offset).requires_grad
 
 
-def test_the_kernel_itself_refuses():
-    a, b, bias = problem(16, 64, 128)
-    d = torch.empty(16, 64, device="cuda", dtype=torch.bfloat16)
-    launch = co.build(kernels.matrix()["gemm_bias_relu-bf16-row-col-tma"]).loaded.launch
-    assert launch(a, b, d, bias, 0, 1, None) == 0
-    odd = torch.randn(16 * 128 + 1, device="cuda").bfloat16()[1:].view(16, 128)
-    refused = [
-        ((a.half(), b, d, bias), 0, Reason.DTYPE),
-        ((a, b.contiguous(), d, bias), 1, Reason.MAJOR),
-        ((a, b, d[:, :32], bias), 2, Reason.SHAPE),
-        ((a, b, d, bias.cpu()), 3, Reason.DEVICE),
-        ((odd, b, d, bias), 0, Reason.ALIGNMENT),
-        ((a, b, a[:, :64], bias), 2, Reason.OVERLAP),
-        ((a, b, 3, bias), 2, Reason.KIND),
-        ((a, b, d, bias[1:]), 3, Reason.SHAPE),
-    ]
-    for arguments, position, reason in refused:
-        assert refusal(launch(*arguments, 0, 1, None)) == (position, reason)
+# ---- Host, streams, threads ------------------------------------------------------------------------------------------
 
 
-def test_one_shape_with_several_kernels_stays_warm():
-    m, n, k = 48, 256, 512
-    a, b, bias = problem(m, n, k)
-    odd = torch.randn(m * k + 1, device="cuda").bfloat16()[1:].view(m, k)
-    for _ in range(3):
-        for x in (a.contiguous(), odd):
-            oracle.assert_close(co.gemm_bias_relu(x, b, bias), bias_relu_exact(x, b, bias))
-    weights = [weight for key, weight in named.gemm_bias_relu._plans.items() if key[0] == (k, n)]
-    assert [len(weight.plans[m, k]) for weight in weights if (m, k) in weight.plans] == [2]
+def test_a_warm_call_neither_allocates_nor_synchronises():
+    a, b, bias = whole_problem(72, 256, 128)
+    residual, out = whole(72, 256).to(BF16), nan_like(72, 256)
+    calls = {
+        "bias and ReLU": (lambda **o: co.gemm_bias_relu(a, b, bias, **o)),
+        "residual": (lambda **o: co.gemm_bias_relu_residual(a, b, bias, residual, **o)),
+    }
+    for call in calls.values():
+        call(), call(out=out)
+    torch.cuda.synchronize()
+    with tensors.without_synchronisation():
+        for name, call in calls.items():
+            before = allocations()
+            for _ in range(5):
+                call(out=out)
+            assert allocations() == before, name
+            call()
+            assert allocations() == before + 1, name
+    # The same memory holds for a shape that the op sees for the first time.
+    a, out = whole(73, 128).to(BF16), nan_like(73, 256)
+    with tensors.without_synchronisation():
+        before = allocations()
+        co.gemm_bias_relu(a, b, bias, out=out)
+        assert allocations() == before
+
+
+def test_a_call_returns_while_the_device_is_still_busy():
+    a, b, bias = whole_problem(256, 256, 512)
+    out = co.gemm_bias_relu(a, b, bias)
+    torch.cuda.synchronize()
+    ready = torch.cuda.Event()
+    torch.cuda._sleep(LONG)
+    began = time.perf_counter()
+    co.gemm_bias_relu(a, b, bias, out=out)
+    took = time.perf_counter() - began
+    ready.record()
+    assert not ready.query(), f"the call took {took:.3f} s: as long as what was queued before it"
+    ready.synchronize()
+
+
+def test_work_goes_to_the_current_stream_and_to_no_other():
+    a, b, bias = whole_problem(256, 256, 512)
+    out, wanted = nan_like(256, 256), exact(a, b, bias)
+    co.gemm_bias_relu(a, b, bias)
+    torch.cuda.synchronize()
+    busy, side, done = torch.cuda.Event(), torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda._sleep(LONG)
+    busy.record()
+    with torch.cuda.stream(side):
+        co.gemm_bias_relu(a, b, bias, out=out)
+        done.record()
+    done.synchronize()
+    assert not busy.query(), "the kernel waited for the default stream"
+    assert torch.equal(out, wanted)
+    busy.synchronize()
+    # On the other side, later work of the same stream waits for the kernel.
+    late = torch.zeros_like(out)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        co.gemm_bias_relu(a, b, bias, out=out)
+        late.copy_(out)
+    side.synchronize()
+    assert torch.equal(late, wanted)
+
+
+def test_a_scalar_on_the_device_is_read_when_the_kernel_runs():
+    a, b, _ = whole_problem(70, 128, 256)
+    alpha = torch.tensor(2.0, device="cuda")
+    for value in (2.0, -0.5, 0.0, 4.0):
+        torch.cuda._sleep(LONG // 10)
+        alpha.fill_(value)
+        d = co.gemm(a, b, epilogue=kernels.scaled, alpha=alpha)
+        alpha.fill_(NAN)
+        assert torch.equal(d, torch.relu(a.double() @ b.double() * value).to(BF16))
+
+
+def test_a_shape_seen_first_during_captured():
+    known, (a, b, bias) = whole_problem(72, 256, 128), whole_problem(74, 256, 128)
+    co.gemm_bias_relu(*known)
+    used = co.gemm_bias_relu.plan(*known).spec
+    assert co.gemm_bias_relu.plan(a, b, bias).spec == used, "pick another shape: this one has a kernel of its own"
+    graph, d = captured(lambda: co.gemm_bias_relu(a, b, bias))
+    d.fill_(NAN)
+    graph.replay()
+    assert torch.equal(d, exact(a, b, bias))
+
+
+def in_threads(work, count=8):
+    """Run `work(index)` in threads at once; return what they raised."""
+    start, failures = threading.Barrier(count), []
+
+    def run(index):
+        try:
+            start.wait(timeout=60)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                work(index)
+        except Exception as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def test_eight_threads_with_ops_kernels_and_shapes_of_their_own():
+    configurations = list(kernels.configurations().values())[:8]
+    problems = [whole_problem(40 * i + 8, 64 * i + 72, 128 * i + 64) for i in range(8)]
+    wanted = [exact(*each) for each in problems]
+
+    def work(index):
+        kernel = co.build(configurations[index])
+        for turn in range(30):
+            at = (index + turn) % 8
+            for run in (kernel, co.gemm_bias_relu):
+                found = run(*problems[at], out=nan_like(*wanted[at].shape))
+                assert torch.equal(found, wanted[at]), f"{configurations[index].slug} at {tuple(found.shape)}"
+
+    assert in_threads(work) == []
+
+
+def test_a_thread_that_has_done_nothing_else_with_cuda():
+    """The driver encodes descriptors for threads with a context only, and every thread begins without."""
+    kernel, operands = co.build(next(iter(kernels.configurations().values()))), whole_problem(300, 264, 520)
+    wanted, results = kernel(*operands), [nan_like(300, 264) for _ in range(4)]
+    torch.cuda.synchronize()
+    for d in results:
+        thread = threading.Thread(target=lambda d=d: kernel(*operands, out=d))
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert all(torch.equal(d, wanted) for d in results)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_another_device_than_the_current_one_serves_and_two_are_refused():
+    a, b, bias = whole_problem(72, 256, 128)
+    there = [x.to("cuda:1") for x in (a, b, bias)]
+    co.gemm_bias_relu(a, b, bias)
+    assert torch.equal(co.gemm_bias_relu(*there).cpu(), exact(a, b, bias).cpu())
+    for at, name in enumerate(("a", "b", "bias")):
+        mixed = [a, b, bias]
+        mixed[at] = there[at]
+        named = "b" if name == "a" else name  # a decides where the others must be
+        with pytest.raises(ValueError, match=rf"^{named} is on cuda:\d and a is on cuda:\d"):
+            co.gemm_bias_relu(*mixed)
+    with pytest.raises(ValueError, match=r"^out is on cuda:1 and a is on cuda:0"):
+        co.gemm_bias_relu(a, b, bias, out=nan_like(72, 256).to("cuda:1"))
+    assert torch.cuda.current_device() == 0

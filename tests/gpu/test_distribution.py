@@ -12,7 +12,7 @@ import torch
 
 from cutlass_ops import __version__
 from cutlass_ops.declare.gpus import BY_TARGET
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.ship import distributing
 
 pytestmark = pytest.mark.gpu

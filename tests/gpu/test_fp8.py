@@ -8,26 +8,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.scaled import scaled_op
-from tests.gpu import oracle
+from tests.gpu import kernels, oracle, tensors
+from tests.gpu.fp8_values import BF16, E4M3, E5M2, SUMS, wide
+from tests.gpu.fp8_values import quantised as draw
 
 pytestmark = pytest.mark.gpu
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 PAIRS = list(itertools.product((E4M3, E5M2), repeat=2))
 # One row, one more than a tile's, several tiles; K beyond whole steps of the main loop; an N that TMA cannot store.
 SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 4096), (129, 250, 1040)]
-# What the Tensor Core keeps of a sum, relative to the norm of the result (docs/fp8.md).
-SUMS = oracle.SUMS["e4m3"]
 
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("FP8 needs Hopper")
+    tensors.require_hopper()
 
 
 @co.epilogue
@@ -41,12 +36,6 @@ def swiglu(acc, up: co.Product, scale_x: co.Col, scale_gate: co.Row, scale_up: c
     return co.e.silu(acc * scale_x * scale_gate) * (up * scale_x * scale_up)
 
 
-def draw(rows, k, dtype):
-    x = torch.randn(rows, k, device="cuda")
-    scale = x.abs().amax(1) / torch.finfo(dtype).max
-    return (x / scale[:, None]).to(dtype), scale
-
-
 def assert_close(found, wanted):
     oracle.assert_within(found, wanted, SUMS)
 
@@ -58,11 +47,11 @@ def test_a_scaled_gemm_is_right(a, b, shape, rows, columns):
     m, n, k = shape
     (x, scale_x), (w, scale_w) = draw(m, k, a), draw(n, k, b)
     scale_x, scale_w = scale_x if rows else scale_x.amax(), scale_w if columns else scale_w.amax()
-    wanted = x.double() @ w.double().t() * scale_x.double().reshape(-1, 1) * scale_w.double()
-    found = co.scaled_gemm(x, w.t(), scale_x, scale_w)
+    wanted = wide(x, scale_x) @ wide(w, scale_w).t()
+    found = co.gemm(co.Scaled(x, scale_x), co.Scaled(w.t(), scale_w))
     assert found.dtype is BF16
     assert_close(found, wanted)
-    assert_close(co.scaled_gemm(x, w.t(), scale_x, scale_w, out_dtype=torch.float32), wanted)
+    assert_close(co.gemm(co.Scaled(x, scale_x), co.Scaled(w.t(), scale_w), out_dtype=torch.float32), wanted)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,7 +59,7 @@ def test_an_epilogue_and_a_reduction_follow(shape):
     m, n, k = shape
     (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
     bias = torch.randn(n, device="cuda").to(BF16)
-    d, row = co.scaled_gemm(x, w.t(), scale_x, scale_w, epilogue=bias_gelu_sum, bias=bias)
+    d, row = co.gemm(co.Scaled(x, scale_x), co.Scaled(w.t(), scale_w), epilogue=bias_gelu_sum, bias=bias)
     acc = x.double() @ w.double().t() * scale_x[:, None].double() * scale_w.double()
     wanted = F.gelu(acc + bias.double())
     assert_close(d, wanted)
@@ -93,54 +82,42 @@ def test_sums_of_positive_products_are_as_good_as_pytorch_s(k, dtype):
     one = torch.ones((), device="cuda") / k
     wanted = x.double() @ w.double().t() / k
     theirs = torch._scaled_mm(x, w.t(), one, torch.ones_like(one), out_dtype=torch.float32).to(dtype)
-    found = co.scaled_gemm(x, w.t(), one, 1.0, out_dtype=dtype)
+    found = co.gemm(co.Scaled(x, one), co.Scaled(w.t(), 1.0), out_dtype=dtype)
     assert oracle.error(found, wanted) <= 1.15 * oracle.error(theirs, wanted)
 
 
 @pytest.mark.parametrize("m", [16, 512])
 def test_every_kernel_that_a_weight_may_need_is_right(m):
-    n, k = 512, 2048
-    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E5M2)
-    wanted = x.double() @ w.double().t() * scale_x[:, None].double() * scale_w.double()
-    op = scaled_op(True, True, None)
-    inputs = {"scale_a": scale_x, "scale_b": scale_w}
-    call = check_call(op.graph, x, w.t(), inputs, None, None)
-    device = device_of(x.device)
-    decision = dispatch.decide(signature_of(call, device), device, call.problem)
-    for spec in decision.specs[:6]:
-        found = co.build(spec)(x, w.t(), **inputs)
-        assert_close(found, wanted)
+    (x, scale_x), (w, scale_w) = draw(m, 2048, E4M3), draw(512, 2048, E5M2)
+    for results in kernels.by_every_kernel(co.gemm, co.Scaled(x, scale_x), co.Scaled(w.t(), scale_w)):
+        assert_close(results, wide(x, scale_x) @ wide(w, scale_w).t())
 
 
-def test_no_flag_of_ptxas_is_left_that_gives_a_register_its_former_value():
-    """Before such flags were cleared, this kernel's D was zero in four columns of 192, in every second eight rows."""
-    m, n, k = 512, 768, 1024
+# Before flags of ptxas were cleared that gave a register its former value, D of the first kernel was zero in four
+# columns of 192, in every second eight rows. Two blocks of the others share a multiprocessor, with more than two
+# tiles for each, and no tile is whole at the end.
+NAMED = {
+    "register": ((512, 768, 1024), (128, 192, 128), "fast", {"cluster": co.ClusterShape(2, 1), "schedule": "pingpong"})
+}
+NAMED |= {
+    f"resident, {sums}, {m} rows": (
+        (m, 36000, 1040),
+        (128, n, 128 if sums == "promoted" else k),
+        sums,
+        {"schedule": "warp_specialized", "swap_ab": True, "accumulation": sums, "resident": 2},
+    )
+    for sums in ("fast", "promoted")
+    for m, n, k in ((1, 8, 256), (16, 16, 256), (27, 32, 128))
+}
+
+
+@pytest.mark.parametrize(("shape", "tile", "sums", "config"), NAMED.values(), ids=NAMED)
+def test_a_kernel_of_a_call_is_right(shape, tile, sums, config):
+    m, n, k = shape
     (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
-    op = scaled_op(False, False, None)
-    inputs = {"scale_a": scale_x.amax(), "scale_b": scale_w.amax()}
-    call = check_call(op.graph, x, w.t(), inputs, None, None, math="fast")
-    device = device_of(x.device)
-    tile = co.ThreadblockShape(128, 192, 128)
-    config = co.Sm90Config(tile, cluster=co.ClusterShape(2, 1), schedule="pingpong")
-    found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
-    wanted = x.double() @ w.double().t() * scale_x.amax().double() * scale_w.amax().double()
-    assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("sums", ["fast", "promoted"])
-@pytest.mark.parametrize(("m", "n_of_tile", "k_of_tile"), [(1, 8, 256), (16, 16, 256), (27, 32, 128)])
-def test_two_blocks_share_a_multiprocessor(m, n_of_tile, k_of_tile, sums):
-    n, k = 36000, 1040  # more tiles than two for each multiprocessor, none of which is whole at the end
-    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
-    op = scaled_op(True, True, None)
-    inputs = {"scale_a": scale_x, "scale_b": scale_w}
-    call = check_call(op.graph, x, w.t(), inputs, None, None, math=sums)
-    device = device_of(x.device)
-    tile = co.ThreadblockShape(128, n_of_tile, 128 if sums == "promoted" else k_of_tile)
-    config = co.Sm90Config(tile, schedule="warp_specialized", swap_ab=True, accumulation=sums, resident=2)
-    found = co.build(device.spec(signature_of(call, device), config))(x, w.t(), **inputs)
-    wanted = (x.double() * scale_x.double()[:, None]) @ (w.double() * scale_w.double()[:, None]).t()
-    assert_close(found, wanted)
+    made = co.Sm90Config(co.ThreadblockShape(*tile), **config)
+    found = kernels.by_kernel(made, co.gemm, co.Scaled(x, scale_x), co.Scaled(w.t(), scale_w), math=sums)
+    assert_close(found, wide(x, scale_x) @ wide(w, scale_w).t())
 
 
 # What is added up while the next is multiplied follows from a tile's registers (mainloop.h).
@@ -203,7 +180,7 @@ def test_promoted_sums_have_the_same_bits_in_every_tile():
 def test_scales_that_are_not_usual(scale):
     (x, _), (w, _) = draw(48, 512, E4M3), draw(64, 512, E4M3)
     scales = torch.full((48,), scale, device="cuda"), torch.ones(64, device="cuda")
-    found = co.scaled_gemm(x, w.t(), *scales, out_dtype=torch.float32)
+    found = co.gemm(*map(co.Scaled, (x, w.t()), scales), out_dtype=torch.float32)
     plain = co.gemm(x, w.t(), out_dtype=torch.float32)
     assert torch.equal(found.nan_to_num(1.0, 2.0, 3.0), (plain * scale).nan_to_num(1.0, 2.0, 3.0))
 

@@ -8,19 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import composed
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.scaled import scaled_op
-from tests.gpu import oracle
+from cutlass_ops.operand import reference
+from tests.gpu import kernels, oracle, tensors
+from tests.gpu.fp8_values import BF16, E4M3, E5M2, SUMS
 
 pytestmark = pytest.mark.gpu
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 BLOCKS = ("128x128", "128x1")
-# Of one step of 128 along K, relative to the norm of the result: what the Tensor Core keeps of it (docs/fp8.md).
-SUMS = oracle.SUMS["e4m3"]
 # One row, one more than a tile's; N of one, beyond a block; K of one block, with a partial last one, of many.
 SHAPES = [
     (1, 256, 128),
@@ -35,8 +30,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("FP8 needs Hopper")
+    tensors.require_hopper()
 
 
 @co.epilogue
@@ -135,16 +129,16 @@ def test_every_schedule_is_right(of_b, tile, cluster, config):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_call_is_right(of_b, shape):
     x, w, scale_a, scale_b, wanted = draw(*shape, of_b)
-    found = co.scaled_gemm(x, w, scale_a, scale_b)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
     assert found.dtype is BF16
     assert_close(found, wanted)
-    assert_close(co.scaled_gemm(x, w, scale_a, scale_b, out_dtype=torch.float32), wanted)
+    assert_close(co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), out_dtype=torch.float32), wanted)
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product((E4M3, E5M2), repeat=2)))
 def test_all_pairs_of_types(a, b):
     x, w, scale_a, scale_b, wanted = draw(129, 256, 1040, a=a, b=b)
-    assert_close(co.scaled_gemm(x, w, scale_a, scale_b), wanted)
+    assert_close(co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b)), wanted)
 
 
 def test_promoted_sums_are_better_than_the_tensor_cores_own():
@@ -152,20 +146,23 @@ def test_promoted_sums_are_better_than_the_tensor_cores_own():
     x, w = (torch.rand(rows, 16384, device="cuda").to(E4M3) for rows in (128, 256))
     wanted = x.double() @ w.double().t()
     scales = torch.ones(128, 128, device="cuda"), torch.ones(2, 128, device="cuda")
-    blocks = co.scaled_gemm(x, w.t(), *scales, out_dtype=torch.float32)
-    plain = co.scaled_gemm(x, w.t(), 1.0, 1.0, out_dtype=torch.float32)
+    blocks = co.gemm(*map(co.Scaled, (x, w.t()), scales), out_dtype=torch.float32)
+    plain = co.gemm(co.Scaled(x, 1.0), co.Scaled(w.t(), 1.0), out_dtype=torch.float32)
     assert oracle.error(blocks, wanted) <= oracle.error(plain, wanted)
 
 
 @pytest.mark.parametrize("of_b", BLOCKS)
 def test_scales_may_have_any_strides(of_b):
     x, w, scale_a, scale_b, _ = draw(77, 264, 1040, of_b)
-    found = co.scaled_gemm(x, w, scale_a, scale_b)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
     wide = torch.full((9, 81), math.nan, device="cuda")[:, 1:78].t().copy_(scale_a)  # odd addresses and lines
-    assert torch.equal(co.scaled_gemm(x, w, wide, scale_b), found)
+    assert torch.equal(co.gemm(co.Scaled(x, wide), co.Scaled(w, scale_b)), found)
     repeated = scale_a[:, :1].expand(77, 9)
-    assert torch.equal(co.scaled_gemm(x, w, repeated, scale_b), co.scaled_gemm(x, w, repeated.contiguous(), scale_b))
-    batch = co.scaled_gemm(x.view(7, 11, 1040), w, scale_a.view(7, 11, 9), scale_b)
+    assert torch.equal(
+        co.gemm(co.Scaled(x, repeated), co.Scaled(w, scale_b)),
+        co.gemm(co.Scaled(x, repeated.contiguous()), co.Scaled(w, scale_b)),
+    )
+    batch = co.gemm(co.Scaled(x.view(7, 11, 1040), scale_a.view(7, 11, 9)), co.Scaled(w, scale_b))
     assert torch.equal(batch, found.view(7, 11, 264))
 
 
@@ -178,7 +175,7 @@ def test_scales_that_are_not_usual(of_b, scale):
         changed = of.clone()
         changed[place] = scale
         scales["scale_a" if of is scale_a else "scale_b"] = changed
-        found = co.scaled_gemm(x, w, out_dtype=torch.float32, **scales)
+        found = co.gemm(*map(co.Scaled, (x, w), scales.values()), out_dtype=torch.float32)
         exact = reference.accumulator(composed.scaled_blocks.graph, x, w, scales, torch.float64)
         wanted = exact.float()
         assert torch.equal(found.isnan(), wanted.isnan())
@@ -194,7 +191,7 @@ def test_blocks_of_zeros():
     x[:, 128:256], scale_a[:, 1] = 0, 0
     x[3], scale_a[3] = 0, 1e30
     first, second = reference.dequantised(x, w, scale_a.double(), scale_b.double())
-    found = co.scaled_gemm(x, w, scale_a, scale_b)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
     assert_close(found, first @ second)
     assert (found[3] == 0).all()
 
@@ -204,12 +201,12 @@ def test_blocks_of_zeros():
 def test_an_epilogue_and_a_reduction_follow(of_b, m, n):
     x, w, scale_a, scale_b, acc = draw(m, n, 1040, of_b)
     bias = torch.randn(n, device="cuda").to(BF16)
-    d, row = co.scaled_gemm(x, w, scale_a, scale_b, epilogue=bias_gelu_sum, bias=bias)
+    d, row = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), epilogue=bias_gelu_sum, bias=bias)
     wanted = F.gelu(acc + bias.double())
     assert_close(d, wanted)
     assert oracle.error(row, wanted.sum(1)) <= SUMS
     residual = torch.randn(m, n, device="cuda").to(BF16)
-    found = co.scaled_gemm(x, w, scale_a, scale_b, epilogue=bias_residual, bias=bias, residual=residual)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), epilogue=bias_residual, bias=bias, residual=residual)
     assert_close(found, acc + bias.double() + residual.double())
 
 
@@ -217,27 +214,17 @@ def test_an_epilogue_and_a_reduction_follow(of_b, m, n):
 @pytest.mark.parametrize("of_b", BLOCKS)
 def test_every_kernel_that_a_weight_may_need_is_right(m, of_b):
     x, w, scale_a, scale_b, wanted = draw(m, 512, 2048, of_b)
-    op = scaled_op(False, False, None, True)
-    inputs = {"scale_a": scale_a, "scale_b": scale_b}
-    call = check_call(op.graph, x, w, inputs, None, None)
-    device = device_of(x.device)
-    decision = dispatch.decide(signature_of(call, device), device, call.problem)
-    for spec in decision.specs[:8]:
-        assert_close(co.build(spec)(x, w, **inputs), wanted)
+    for results in kernels.by_every_kernel(co.gemm, co.Scaled(x, scale_a), co.Scaled(w, scale_b), most=8):
+        assert_close(results, wanted)
 
 
-def test_warm_calls_are_served_warm():
-    op = scaled_op(False, False, None, True)
+def test_scales_of_other_blocks_or_layouts_are_served_as_well():
     x, w, scale_a, scale_b, _ = draw(77, 264, 1040)
-    first = op(x, w, scale_a, scale_b)
-    before = op.served_warm
-    for scales in ((scale_a, scale_b), (scale_a.t().contiguous().t(), scale_b)):
-        assert torch.equal(op(x, w, *scales), first)
-    assert op.served_warm == before + 2
-    # Scales of other blocks are another kernel's.
+    first = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
+    assert torch.equal(co.gemm(co.Scaled(x, scale_a.t().contiguous().t()), co.Scaled(w, scale_b)), first)
     spread = scale_b.repeat_interleave(128, 0)[:264]
-    assert_close(op(x, w, scale_a, spread), first.double())
-    assert_close(op(x, w, scale_a, scale_b), first.double())
+    assert_close(co.gemm(co.Scaled(x, scale_a), co.Scaled(w, spread)), first.double())
+    assert torch.equal(co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b)), first)
 
 
 def test_a_kernel_refuses_other_scales():
@@ -251,20 +238,6 @@ def test_a_kernel_refuses_other_scales():
         run(x, w, scale_a.half(), scale_b)
 
 
-def test_a_graph_is_captured_and_replayed_with_other_scales():
-    x, w, scale_a, scale_b, _ = draw(77, 264, 1040)
-    out = torch.empty(77, 264, device="cuda", dtype=BF16)
-    co.scaled_gemm(x, w, scale_a, scale_b, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        co.scaled_gemm(x, w, scale_a, scale_b, out=out)
-    scale_a.mul_(2)
-    wanted = co.scaled_gemm(x, w, scale_a, scale_b)
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, wanted)
-
-
 @pytest.mark.parametrize("of_b", BLOCKS)
 @pytest.mark.parametrize("shape", [(256, 512, 7168), (1024, 4096, 4096)], ids=str)
 def test_the_error_is_no_worse_than_pytorchs(of_b, shape):
@@ -276,5 +249,5 @@ def test_the_error_is_no_worse_than_pytorchs(of_b, shape):
         theirs = torch._scaled_mm(x, w, columns, of_w, out_dtype=BF16)
     except (RuntimeError, ValueError, NotImplementedError) as reason:
         pytest.skip(f"torch._scaled_mm has no such scales here: {reason}")
-    ours = co.scaled_gemm(x, w, scale_a, scale_b)
+    ours = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
     assert oracle.error(ours, wanted) <= 1.05 * oracle.error(theirs, wanted)

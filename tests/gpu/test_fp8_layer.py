@@ -9,20 +9,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
 from cutlass_ops.run import fp8, requests
-from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.registry import Registry
-from tests.gpu import oracle, tensors
+from tests.gpu import fp8_values, kernels, oracle, tensors
+from tests.gpu.fp8_values import BF16, E4M3, E5M2, quantised, wide
 from tests.gpu.warm import served_warm
 from tests.scripts import script
 
 pytestmark = pytest.mark.gpu
 
-E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 EPS = 1e-5
 # What the Tensor Core may lose of a sum of FP8 products, relative to the norm of the result (docs/fp8.md).
-SUMS = 2.0**-8
+SUMS = 2 * fp8_values.SUMS
+assert_near = partial(fp8_values.assert_near, sums=SUMS, worst=16)
 # One row, few rows, some beyond tiles, and lines of FP8 that TMA does not store.
 SHAPES = [(1, 256, 512), (16, 512, 1024), (65, 264, 528), (333, 512, 4096)]
 # Whether each row of x and each column of the weight has a scale.
@@ -39,81 +37,9 @@ RESIDUALS = [
 ]
 
 
-def calls():
-    """Yield every call of this file's functions, without data."""
-
-    def empty(*extents, dtype=F32):
-        return torch.empty(extents, device="meta", dtype=dtype)
-
-    for m, n, k in SHAPES:
-        x, w = empty(m, k, dtype=E4M3), empty(n, k, dtype=E4M3).t()
-        statistic = co.RowStatistic(empty(m), k, EPS)
-        for rows, columns in NORMS:
-            named = {"rstd": statistic, "scale_a": empty(m) if rows else empty()}
-            named |= {"scale_b": empty(n) if columns else empty()}
-            yield co.rmsnorm_gemm, (x, w), named
-            named |= {"epilogue": bias_relu, "bias": empty(n), "scale_out": empty(m) if rows else empty()}
-            yield co.rmsnorm_gemm, (x, w), named | {"amax": True, "out_dtype": E4M3}
-        for dtype, columns in GATES:
-            scale = empty(n) if columns else empty()
-            named = {"rstd": statistic, "scale_a": empty(), "scale_b": scale, "scale_up": scale}
-            named |= {} if dtype is BF16 else {"scale_out": empty(), "out_dtype": dtype}
-            for amax in (False,) if dtype is BF16 else (False, True):
-                yield co.gemm_swiglu, (x, w, w), named | {"amax": amax}
-        for a, with_gamma, rows, dtype, amax in RESIDUALS:
-            operands = empty(m, k, dtype=a), empty(n, k, dtype=a).t(), empty(m, n, dtype=BF16)
-            scale = empty(m) if rows else empty()
-            named = {"scale_a": scale, "scale_b": empty(n)} if a is E4M3 else {}
-            named |= {"gamma": empty(n)} if with_gamma else {}
-            named |= {"eps": EPS, "scale_out": scale, "quantized_dtype": dtype, "amax": amax}
-            yield co.gemm_residual_rms, operands, named
-
-
-def decided(function, arguments, named):
-    """Return what serves a call: a decision, or several if two GEMMs do."""
-    op, (a, b, *inputs), more = requests.requested(function, *arguments, **named)
-    out_dtype = more.pop("out_dtype", None)
-    more.pop("out", None)
-    inputs = op.positional(tuple(inputs), more)
-    call = check_call(op.graph, a, b, dict(zip(op.names, inputs, strict=True)), None, out_dtype)
-    device = device_of(torch.device("cuda", torch.cuda.current_device()))
-    found = dispatch.decide(signature_of(call, device), device, call.problem)
-    parts = [call] if found else [part for _, part in op.instead_of(call)]
-    return [dispatch.decide(signature_of(part, device), device, part.problem) for part in parts]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built():
-    """Compile all kernels side by side, before the first test."""
-    if torch.cuda.is_available() and device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        found = [each.spec for call in calls() for each in decided(*call)]
-        found += [spec for name, m in EVERY for spec in every_spec(*requested(name, m)[:3])]
-        Registry.current().kernels(dict.fromkeys(found))
-
-
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("FP8 needs Hopper")
-
-
-def quantised(rows, k, dtype=E4M3):
-    """Return a matrix in FP8, and the scale of each row."""
-    x = torch.randn(rows, k, device="cuda")
-    scale = x.abs().amax(1) / torch.finfo(dtype).max
-    return (x / scale[:, None]).to(dtype), scale
-
-
-def assert_near(found, exact):
-    """Require at most one rounding to the result's dtype, and the error of the sums."""
-    info = torch.finfo(found.dtype)
-    exact = exact.clamp(-info.max, info.max)
-    assert found.shape == exact.shape
-    assert oracle.error(found, exact) <= info.eps / 2 + SUMS
-    # A few wrong elements hardly move the norm: none may be far off.
-    rounding = torch.maximum(exact.abs() * info.eps / 2, torch.full_like(exact, info.smallest_normal * info.eps / 2))
-    typical = exact.norm() / exact.numel() ** 0.5
-    assert ((found.double() - exact).abs() - 1.02 * rounding - 16 * SUMS * typical).max() <= 0
+    tensors.require_hopper()
 
 
 def normed(m, k):
@@ -141,15 +67,21 @@ def test_rmsnorm(shape, rows, columns):
     w, scale_w = quantised(n, k)
     scale_a = scale.expand(m).contiguous() if rows else scale
     scale_b = scale_w if columns else scale_w.amax()
-    exact = exact_x @ (w.double() * scale_b.double().reshape(-1, 1)).t()
-    assert_near(co.rmsnorm_gemm(x, w.t(), rstd=statistic, scale_a=scale_a, scale_b=scale_b), exact)
+    exact = exact_x @ wide(w, scale_b).t()
+    assert_near(co.rmsnorm_gemm(co.Scaled(x, scale_a), co.Scaled(w.t(), scale_b), rstd=statistic), exact)
     bias = torch.randn(n, device="cuda")
     after = (exact + bias.double()).relu()
     of_d = (after.abs().amax(1) / 448).clamp(min=1e-6).float() if rows else (after.abs().amax() / 448).float()
     d, amax = co.rmsnorm_gemm(
-        x, w.t(), rstd=statistic, scale_a=scale_a, scale_b=scale_b, epilogue=bias_relu, bias=bias,
-        scale_out=of_d, amax=True, out_dtype=E4M3,
-    )  # fmt: skip
+        co.Scaled(x, scale_a),
+        co.Scaled(w.t(), scale_b),
+        rstd=statistic,
+        epilogue=bias_relu,
+        bias=bias,
+        scale_out=of_d,
+        amax=True,
+        out_dtype=E4M3,
+    )
     assert_near(d, after / of_d.double().reshape(-1, 1))
     torch.testing.assert_close(amax.double(), after.abs().amax(1), rtol=0.02, atol=0.02)
 
@@ -161,19 +93,20 @@ def test_swiglu(shape, dtype, columns):
     x, scale, statistic, exact_x = normed(m, k)
     (gate, of_gate), (up, of_up) = quantised(n, k), quantised(n, k)
     scales = (of_gate, of_up) if columns else (of_gate.amax(), of_up.amax())
-    full = [w.double() * s.double().reshape(-1, 1) for w, s in zip((gate, up), scales, strict=True)]
+    full = [wide(w, s) for w, s in zip((gate, up), scales, strict=True)]
     # Sums of a few hundred would be infinite after the exponential: weights are those of a trained layer.
     scales = tuple(s / k**0.5 for s in scales)
     exact = F.silu(exact_x @ full[0].t() / k**0.5) * (exact_x @ full[1].t() / k**0.5)
-    named = {"rstd": statistic, "scale_a": scale, "scale_b": scales[0], "scale_up": scales[1]}
+    operands = co.Scaled(x, scale), co.Scaled(gate, scales[0]).t(), co.Scaled(up, scales[1]).t()
+    named = {"rstd": statistic}
     if dtype is BF16:
-        assert_near(co.gemm_swiglu(x, gate.t(), up.t(), **named), exact)
+        assert_near(co.gemm_swiglu(*operands, **named), exact)
         return
     of_d = (exact.abs().amax() / torch.finfo(dtype).max).float()
     named |= {"scale_out": of_d, "out_dtype": dtype}
-    assert_near(co.gemm_swiglu(x, gate.t(), up.t(), **named), exact / of_d.double())
+    assert_near(co.gemm_swiglu(*operands, **named), exact / of_d.double())
     # By two GEMMs, of which the first one's result is rounded to BF16.
-    d, amax = co.gemm_swiglu(x, gate.t(), up.t(), **named, amax=True)
+    d, amax = co.gemm_swiglu(*operands, **named, amax=True)
     assert oracle.error(d, exact / of_d.double()) <= torch.finfo(dtype).eps / 2 + 2 * SUMS + 2.0**-8
     torch.testing.assert_close(amax.double(), exact.abs().amax(1), rtol=0.03, atol=0.01)
 
@@ -184,18 +117,20 @@ def test_a_residual_and_its_copy(shape, a, with_gamma, rows, dtype, amax):
     m, n, k = shape
     if a is E4M3:
         (x, scale_a), (w, scale_b) = quantised(m, k), quantised(n, k)
-        factors = {"scale_a": scale_a if rows else scale_a.amax(), "scale_b": scale_b}
-        exact = x.double() * factors["scale_a"].double().reshape(-1, 1) @ (w.double() * scale_b.double()[:, None]).t()
+        scale_a = scale_a if rows else scale_a.amax()
+        operands = co.Scaled(x, scale_a), co.Scaled(w, scale_b).t()
+        exact = wide(x, scale_a) @ wide(w, scale_b).t()
     else:
-        x, w, factors = torch.randn(m, k, device="cuda").to(a), torch.randn(n, k, device="cuda").to(a), {}
+        x, w = torch.randn(m, k, device="cuda").to(a), torch.randn(n, k, device="cuda").to(a)
+        operands = x, w.t()
         exact = x.double() @ w.double().t()
     residual = torch.randn(m, n, device="cuda").to(BF16)
     gamma = 1 + 0.2 * torch.randn(n, device="cuda")
     exact += residual.double()
     scale = ((exact.abs().amax(1) if rows else exact.abs().amax()) / torch.finfo(dtype).max / 2).float()
-    named = {"eps": EPS, **factors, "scale_out": scale, "quantized_dtype": dtype}
+    named = {"eps": EPS, "scale_out": scale, "quantized_dtype": dtype}
     named |= {"gamma": gamma} if with_gamma else {}
-    made = co.gemm_residual_rms(x, w.t(), residual, **named, amax=amax)
+    made = co.gemm_residual_rms(*operands, residual, **named, amax=amax)
     assert_near(made.y, exact)
     torch.testing.assert_close(made.rstd.sum_square, made.y.float().square().sum(1), rtol=1e-4, atol=0)
     stood = made.y.float() * gamma if with_gamma else made.y.float()
@@ -218,7 +153,7 @@ def test_a_weight_is_prepared():
     x, scale, statistic, exact_x = normed(70, 520)
     padded = torch.zeros(70, 528, device="cuda").to(E4M3)
     padded[:, :520].copy_(x)
-    d = co.rmsnorm_gemm(padded[:, :520], found, rstd=statistic, scale_a=scale)
+    d = co.rmsnorm_gemm(co.Scaled(padded[:, :520], scale), found, rstd=statistic)
     assert_near(d, exact_x @ (found.matrix.double() * found.scale.double()))
 
 
@@ -231,38 +166,27 @@ def requested(name, m):
     x, scale, statistic, exact_x = normed(m, k)
     (w, scale_b), (up, scale_up) = quantised(n, k), quantised(n, k)
     scale_b, scale_up = scale_b / k**0.5, scale_up / k**0.5
-    first = exact_x @ (w.double() * scale_b.double()[:, None]).t()
+    first = exact_x @ wide(w, scale_b).t()
     if name == "gate":
-        exact = F.silu(first) * (exact_x @ (up.double() * scale_up.double()[:, None]).t())
+        exact = F.silu(first) * (exact_x @ wide(up, scale_up).t())
         of_d = (exact.abs().amax() / 448).float()
-        named = {"rstd": statistic, "scale_a": scale, "scale_b": scale_b, "scale_up": scale_up, "scale_out": of_d}
-        return co.gemm_swiglu, (x, w.t(), up.t()), named | {"out_dtype": E4M3}, {"d": exact / of_d.double()}
+        named = {"rstd": statistic, "scale_out": of_d, "out_dtype": E4M3}
+        operands = co.Scaled(x, scale), co.Scaled(w, scale_b).t(), co.Scaled(up, scale_up).t()
+        return co.gemm_swiglu, operands, named, {"d": exact / of_d.double()}
     residual, gamma = torch.randn(m, n, device="cuda").to(BF16), torch.rand(n, device="cuda") + 0.5
-    y = x.double() * scale.double() @ (w.double() * scale_b.double()[:, None]).t() + residual.double()
+    y = x.double() * scale.double() @ wide(w, scale_b).t() + residual.double()
     copy = y * gamma.double()
     of_copy = (copy.abs().amax() / 448).float()
-    named = {"eps": EPS, "scale_a": scale, "scale_b": scale_b, "gamma": gamma, "scale_out": of_copy, "amax": True}
+    named = {"eps": EPS, "gamma": gamma, "scale_out": of_copy, "amax": True}
     exact = {"d": y, "quantized": copy / of_copy.double(), "row_sum_square": y.square().sum(1)}
-    return co.gemm_residual_rms, (x, w.t(), residual), named, exact | {"amax": copy.abs().amax(1)}
+    operands = co.Scaled(x, scale), co.Scaled(w, scale_b).t(), residual
+    return co.gemm_residual_rms, operands, named, exact | {"amax": copy.abs().amax(1)}
 
 
-EVERY = list(itertools.product(("gate", "residual"), (16, 512, 4096)))
-
-
-def every_spec(function, arguments, named):
-    """Return the kernels that a call's weight may need, the first ones."""
-    (decision,) = decided(function, arguments, named)
-    return decision.specs[:6]
-
-
-@pytest.mark.parametrize(("name", "m"), EVERY)
+@pytest.mark.parametrize(("name", "m"), list(itertools.product(("gate", "residual"), (16, 512, 4096))))
 def test_every_kernel_that_a_weight_may_need_is_right(name, m):
     function, arguments, named, exact = requested(name, m)
-    op, (a, b, *inputs), more = requests.requested(function, *arguments, **named)
-    more = {n: x for n, x in more.items() if n not in ("out", "out_dtype")}
-    inputs = op.positional(tuple(inputs), more)
-    for spec in every_spec(function, arguments, named):
-        results = co.build(spec)(a, b, *inputs)
+    for results in kernels.by_every_kernel(function, *arguments, **named):
         found = {"d": results} if isinstance(results, torch.Tensor) else results._asdict()
         assert set(found) == set(exact)
         for output, wanted in exact.items():
@@ -288,14 +212,6 @@ def test_a_second_call_is_served_warm_with_the_same_bits(name):
         assert torch.equal(mine.float(), theirs.float())
 
 
-def test_other_numbers_of_rows_are_served_as_well():
-    for m in (200, 201, 7, 1, 333):
-        function, arguments, named, exact = requested("residual", m)
-        made = function(*arguments, **named)
-        assert_near(made.y, exact["d"])
-        torch.testing.assert_close(made.amax.double(), exact["amax"], rtol=0.03, atol=0)
-
-
 # ---- States ----------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +219,7 @@ class Step:
     """One GEMM whose result is quantised with delayed scaling."""
 
     def __init__(self):
-        self.state = co.Fp8State(history=4, device="cuda")
+        self.state = co.nn.Fp8State(history=4, device="cuda")
         self.x = torch.randn(64, 512, device="cuda").to(BF16)
         self.w, self.gamma = torch.randn(256, 512, device="cuda").to(BF16), torch.rand(256, device="cuda")
         self.residual = torch.randn(64, 256, device="cuda").to(BF16)
@@ -326,7 +242,7 @@ def test_a_captured_graph_updates_its_scales():
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    step.state.load_state_dict(co.Fp8State(history=4, device="cuda").state_dict())
+    step.state.load_state_dict(co.nn.Fp8State(history=4, device="cuda").state_dict())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = step()
@@ -346,7 +262,7 @@ def test_a_captured_graph_updates_its_scales():
 
 def test_nothing_waits_for_the_device():
     step = Step()
-    rows = co.Fp8State("RowWise", scaling="current")
+    rows = co.nn.Fp8State("RowWise", scaling="current")
     x = torch.randn(16, 64, device="cuda")
 
     def run():

@@ -8,25 +8,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
 from cutlass_ops.kinds.serving import plain_epilogue
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import check_call, device_of, signature_of
-from tests.gpu import multiplied, oracle
+from cutlass_ops.operand import reference
+from tests.gpu import kernels, multiplied, oracle, tensors
+from tests.gpu.fp8_values import BF16, E4M3, E5M2, NAMES, SUMS, assert_near, assert_same, draw, spread, zeros
 from tests.gpu.multiplied import whole
 
 pytestmark = pytest.mark.gpu
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
-# What the Tensor Core keeps of a sum of FP8 products, relative to the norm of the result (docs/fp8.md).
-SUMS = 2.0**-9
+NAME_OF = {dtype: name for name, dtype in NAMES.items()}
+types = pytest.mark.parametrize("dtype", NAMES.values(), ids=NAMES)
 
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("FP8 needs Hopper")
+    tensors.require_hopper()
 
 
 # x itself, -0.0 as well, where the accumulator is 0: read as a tile, as a column, and as a row.
@@ -73,50 +69,6 @@ def saved(acc, scale: co.Scalar):
     return {"d": acc, "q": acc * co.e.reciprocal(scale)}
 
 
-def every_value(dtype):
-    """FP32 values where rounding can go wrong, of either sign: see the lines below."""
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    finite = values[values.isfinite()].unique()
-    ties = (finite[1:] + finite[:-1]) / 2
-    most = torch.finfo(dtype).max
-    others = torch.tensor(
-        [most * 1.03, most * 1.07, most * 1.08, most * 1.2, 2 * most, 1e30, 3e38, math.inf, math.nan, 0.0]
-    )
-    tiny = torch.tensor([2.0**-17, 1.001 * 2.0**-17, 2.0**-10, 1.001 * 2.0**-10, 2.0**-30, 2.0**-126, 2.0**-140])
-    beside = [torch.nextafter(ties, torch.full_like(ties, way)) for way in (-math.inf, math.inf)]
-    drawn = torch.randn(2048, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(-20, 20, 2048)
-    found = torch.cat([values, ties, *beside, others, tiny, drawn])
-    return torch.cat([found, -found])
-
-
-def spread(dtype, shape):
-    values = every_value(dtype)
-    count = math.prod(shape)
-    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(1))
-    return values[order].repeat(-(-count // len(values)))[:count].view(shape).cuda()
-
-
-def assert_same(found, wanted):
-    """Require the same bits, and NaN in the same places."""
-    assert found.dtype is wanted.dtype
-    nan = wanted.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    assert torch.equal(found.view(torch.uint8)[~nan], wanted.view(torch.uint8)[~nan])
-
-
-def assert_near(found, exact):
-    """Require at most one rounding to FP8, and an error of the sum."""
-    dtype = found.dtype
-    info = torch.finfo(dtype)
-    exact = exact.clamp(-info.max, info.max)
-    rounding = torch.maximum(exact.abs() * info.eps / 2, torch.full_like(exact, info.smallest_normal * info.eps / 2))
-    sums = SUMS * exact.norm() / exact.numel() ** 0.5
-    excess = (found.double() - exact).abs() - 1.01 * rounding - 8 * (sums + rounding * 2.0**-6)
-    assert excess.max() <= 0
-    # Errors that are smaller than they may be are still as large as roundings' on the whole, and no larger.
-    assert oracle.error(found, exact) <= info.eps / 2 + SUMS
-
-
 CONFIGS = {
     "pingpong": {"schedule": "pingpong"},
     "cooperative": {"schedule": "cooperative"},
@@ -133,14 +85,10 @@ def spec(d, epilogue, outputs=None, a="bf16", tile=(128, 64, 64), inputs=None, *
     )
 
 
-def zeros(m, n, k=64, dtype=BF16):
-    return torch.zeros(m, k, device="cuda").to(dtype), torch.zeros(n, k, device="cuda").to(dtype).t()
-
-
 # ---- Every value -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("read", ["tile", "col", "row"])
@@ -149,7 +97,7 @@ def test_every_value_is_stored_as_the_reference_does(dtype, config, swap, read):
     m, n = 333, 208
     epilogue, shape = {"tile": (kept, (m, n)), "col": (kept_columns, (m,)), "row": (kept_rows, (n,))}[read]
     kernel = spec(
-        f"{NAMES[dtype]}.row", epilogue, inputs={"x": "f32.row" if read == "tile" else "f32"}, swap_ab=swap, **config
+        f"{NAME_OF[dtype]}.row", epilogue, inputs={"x": "f32.row" if read == "tile" else "f32"}, swap_ab=swap, **config
     )
     x = spread(dtype, shape)
     found = co.build(kernel)(*zeros(m, n), x=x)
@@ -157,12 +105,12 @@ def test_every_value_is_stored_as_the_reference_does(dtype, config, swap, read):
     assert_same(found, reference.rounded(full.expand(m, n).contiguous(), dtype))
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize(
     ("m_tile", "n_tile", "swap"), [(64, 16, False), (64, 48, False), (64, 8, True), (64, 192, False), (192, 64, True)]
 )
 def test_tiles_of_other_sides(dtype, m_tile, n_tile, swap):
-    kernel = spec(f"{NAMES[dtype]}.row", kept_columns, tile=(m_tile, n_tile, 64), inputs={"x": "f32"}, swap_ab=swap)
+    kernel = spec(f"{NAME_OF[dtype]}.row", kept_columns, tile=(m_tile, n_tile, 64), inputs={"x": "f32"}, swap_ab=swap)
     x = spread(dtype, (1001,))
     found = co.build(kernel)(*zeros(1001, 208), x=x)
     assert_same(found, reference.rounded(x[:, None].expand(1001, 208).contiguous(), dtype))
@@ -185,7 +133,7 @@ def test_a_further_tile_in_fp8(schedule, swap, d, n):
     epilogue = through_both if schedule == "warp_specialized" else kept_twice
     x = spread(E5M2, (333, n))
     name = "wide" if epilogue is through_both else "again"
-    d_name = {BF16: "bf16"}.get(d) or NAMES[d]
+    d_name = {BF16: "bf16"}.get(d) or NAME_OF[d]
     fit = math.gcd(n, 16)
 
     def typed(element, widest):
@@ -251,7 +199,7 @@ def test_threads_store_a_further_tile_beside_a_reduction(tile, major, config):
         assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize("math", [None, "tf32"], ids=["i8", "tf32"])
 def test_other_operands(math, dtype):
     m, n, k = 333, 208, 528
@@ -263,7 +211,7 @@ def test_other_operands(math, dtype):
     assert oracle.error(amax, acc.abs().amax(1)) <= SUMS
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize("n", [208, 200, 202, 201])
 @pytest.mark.parametrize("m", [1, 7, 16, 333])
 def test_calls_of_any_extents(dtype, n, m):
@@ -282,7 +230,7 @@ def test_kernels_for_few_rows(rows):
         epilogue=through_both,
         inputs={"x": "f32.row.align1"},
         outputs={"wide": "e5m2.row.align1"},
-        config=co.GemvConfig(rows, pieces=2),
+        config=co.types.GemvConfig(rows, pieces=2),
         target="sm_90",
     )
     x = spread(E5M2, (37, 201))
@@ -307,13 +255,8 @@ def test_a_cast_rounds_as_the_reference_does(name):
 # ---- Static scales ---------------------------------------------------------------------------------------------------
 
 
-def draw(rows, k, dtype):
-    x = torch.randn(rows, k, device="cuda")
-    return x.to(dtype) if dtype is BF16 else (x * 16).to(dtype)
-
-
 @pytest.mark.parametrize("of", [BF16, E4M3])
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize("shape", [(1, 256, 512), (65, 272, 528), (333, 512, 4096)], ids=str)
 def test_a_static_scale_of_the_tensor(of, dtype, shape):
     m, n, k = shape
@@ -327,7 +270,7 @@ def test_a_static_scale_of_the_tensor(of, dtype, shape):
 
 
 @pytest.mark.parametrize("of", [BF16, E4M3])
-@pytest.mark.parametrize("dtype", NAMES)
+@types
 @pytest.mark.parametrize("shape", [(17, 256, 512), (333, 528, 1024)], ids=str)
 def test_a_static_scale_of_each_row(of, dtype, shape):
     m, n, k = shape
@@ -354,7 +297,7 @@ def test_scales_in_and_out():
     scale_a, scale_b = torch.rand(129, device="cuda") + 0.5, torch.rand(272, device="cuda") + 0.5
     exact = a.double() @ b.double() * scale_a[:, None].double() * scale_b.double()
     scale = float(exact.abs().max()) / 448
-    d, _ = co.scaled_gemm(a, b, scale_a, scale_b, epilogue=quantised, scale=scale, out_dtype=E4M3)
+    d, _ = co.gemm(co.Scaled(a, scale_a), co.Scaled(b, scale_b), epilogue=quantised, scale=scale, out_dtype=E4M3)
     assert_near(d, exact / scale)
 
 
@@ -364,7 +307,7 @@ def test_two_weights():
     assert_near(co.gemm_swiglu(a, gate.t(), up.t(), out_dtype=E5M2), exact)
 
 
-@pytest.mark.parametrize(("m", "dtype"), list(itertools.product((16, 512), NAMES)))
+@pytest.mark.parametrize(("m", "dtype"), list(itertools.product((16, 512), NAMES.values())))
 def test_every_kernel_that_a_weight_may_need_is_right(m, dtype):
     a, b = draw(m, 2048, BF16), draw(512, 2048, BF16).t()
     exact = a.double() @ b.double()
@@ -374,8 +317,5 @@ def test_every_kernel_that_a_weight_may_need_is_right(m, dtype):
     def scaled(acc, scale: co.Scalar):
         return acc * co.e.reciprocal(scale)
 
-    call = check_call(scaled.graph, a, b, {"scale": scale}, None, dtype)
-    device = device_of(a.device)
-    decision = dispatch.decide(signature_of(call, device), device, call.problem)
-    for kernel in decision.specs[:6]:
-        assert_near(co.build(kernel)(a, b, scale=scale), exact / scale)
+    for results in kernels.by_every_kernel(co.gemm, a, b, epilogue=scaled, scale=scale, out_dtype=dtype):
+        assert_near(results, exact / scale)

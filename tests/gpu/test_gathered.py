@@ -1,34 +1,29 @@
-"""Kernels that take means of A's rows, and kernels with two weights: each form against float64, and all alike."""
+"""Kernels that take means of A's rows: all alike, and what their launches share."""
 
 import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.declare.config import Sm90Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from tests.gpu import kernels, tensors
-from tests.gpu.test_matrix import SHAPES, run_and_check
+from tests.gpu.cases import Case, check_written_just_before
 
 pytestmark = pytest.mark.gpu
 
-# K of a few whole steps and of a part of one, and tiles enough for several in a thread block.
-LARGER = [(200, 264, 1000), (1500, 2056, 520), (3, 4096, 4096)]
 WHOLE = {
     name: spec
     for name, spec in kernels.gathering().items()
     if name.startswith("norm-sm90") and isinstance(spec.config, Sm90Config) and spec.config.whole_k
 }
-# With a kernel before the GEMM, a row-major A, and no input but eps.
-AHEAD = [
-    name
-    for name, spec in kernels.gathering().items()
-    if name.startswith("norm-") and spec.a.major == "row" and (spec.sm80 or spec.config.means != "gathered")
-]
-
-
-@pytest.mark.parametrize("name", list(kernels.gathering()))
-def test_agrees_with_float64(name):
-    for shape in (*SHAPES, *LARGER):
-        run_and_check(kernels.gathering()[name], shape)
+# With a kernel before the GEMM, and a row-major A; those that copy A as well.
+REALIGNED = kernels.realigned()
+AHEAD = {
+    name: spec
+    for name, spec in (kernels.gathering() | REALIGNED).items()
+    if name.startswith("norm-")
+    and spec.a.major == "row"
+    and (name in REALIGNED or spec.config.arch == "sm80" or spec.config.means != "gathered")
+}
 
 
 @pytest.mark.parametrize("shape", [(70, 136, 328), (1030, 1000, 1024), (130, 136, 9000)], ids=str)
@@ -43,38 +38,14 @@ def test_every_way_gives_the_same_bits(shape):
 @pytest.mark.parametrize("name", AHEAD)
 def test_means_ahead_follow_what_was_written_just_before(name):
     """The kernel that takes them may start early, and the GEMM after it as well: neither may read A too soon."""
-    spec = kernels.gathering()[name]
-    kernel, aligned = co.build(spec), spec.a.alignment > 1
-    source = tensors.matrix(300, 512, spec.a.dtype.name, aligned=aligned)
-    weight = tensors.matrix(512, 512, spec.a.dtype.name, aligned=aligned).t()
-    x, found = torch.empty_like(source), []
-    for step in range(20):
-        torch.mul(source, 1 + step % 3, out=x)  # of another size each time, and so of other means
-        found.append(kernel(x, weight, eps=0.5))
-    for step, d in enumerate(found):
-        torch.mul(source, 1 + step % 3, out=x)
-        torch.cuda.synchronize()
-        assert torch.equal(d, kernel(x, weight, eps=0.5)), f"launch {step} differs"
-
-
-@pytest.mark.parametrize("way", ["pp_ahead", "pp_beside"])
-def test_captured_in_a_graph(way):
-    spec = kernels.gathering()[next(name for name in kernels.gathering() if way in name)]
-    kernel = co.build(spec)
-    x, weight = tensors.matrix(300, 512, "bf16"), tensors.matrix(512, 512, "bf16").t()
-    d = torch.empty(300, 512, device="cuda", dtype=torch.bfloat16)
-    kernel(x, weight, eps=0.5, out=d)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel(x, weight, eps=0.5, out=d)
-    x.mul_(3)
-    d.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(d, kernel(x, weight, eps=0.5))
+    # A of another size each time, and so of other means.
+    check_written_just_before(Case(AHEAD[name], 300, 512, 515 if name in REALIGNED else 512), (1, 2, 3))
 
 
 # Kernels that share memory between launches, which each launch leaves as it found it.
-BESIDE = [name for name, spec in kernels.gathering().items() if spec.sm90 and spec.sm90.means == "beside"]
+BESIDE = [
+    name for name, spec in kernels.gathering().items() if spec.config.arch == "sm90" and spec.config.means == "beside"
+]
 
 
 def beside(name):

@@ -2,10 +2,12 @@ import pytest
 
 from cutlass_ops.base import arch
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Node, Output
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.tools import inspection
 from cutlass_ops.tools.inspection import inspect
 
@@ -22,7 +24,7 @@ def test_the_driver_confirms_what_was_computed(monkeypatch):
 
     capability = torch.cuda.get_device_capability()
     epilogue = Graph((), (Node("acc"),), (Output("d", 0),))
-    targets = [(config, arch.target_for(capability, wgmma=config.arch == "sm90")) for config in CONFIGS]
+    targets = [(config, arch.target_for(capability, config.family)) for config in CONFIGS]
     specs = [
         KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, config=config, target=target.name)
         for config, target in targets

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.run import reference
-from tests.gpu import language, placement
+from cutlass_ops.operand import reference
+from tests.gpu import language
 
 pytestmark = pytest.mark.gpu
 
@@ -16,12 +16,14 @@ SEEDS = [(0, 0), (2**63 - 1, -1), (-(2**63), 2**40 + 5)]
 
 
 def operands(m, n, k=64):
-    a, b = (torch.randint(-2, 3, s, device=placement.DEVICE).bfloat16() for s in ((m, k), (n, k)))
+    a, b = (torch.randint(-2, 3, s, device="cuda").bfloat16() for s in ((m, k), (n, k)))
     return a, b.t()
 
 
 def shapes(spec):
-    return [(1, 4), (3, 132), (16, 68)] if isinstance(spec.config, co.GemvConfig) else [(1, 4), (65, 68), (333, 516)]
+    return (
+        [(1, 4), (3, 132), (16, 68)] if isinstance(spec.config, co.types.GemvConfig) else [(1, 4), (65, 68), (333, 516)]
+    )
 
 
 @pytest.mark.parametrize("name", list(language.places()))
@@ -56,10 +58,10 @@ def test_a_seed_on_the_device_is_read_there_also_in_a_graph():
     spec = language.places()[f"placed-{language.SM90.slug}"]
     a, b = operands(65, 68)
     kernel = co.build(spec)
-    seed = torch.tensor(2**40 + 3, device=placement.DEVICE)
+    seed = torch.tensor(2**40 + 3, device="cuda")
     assert torch.equal(kernel(a, b, seed=seed, offset=1), kernel(a, b, seed=2**40 + 3, offset=1))
     assert torch.equal(kernel(a, b, seed=seed.int() % 7, offset=1), kernel(a, b, seed=int(seed.int() % 7), offset=1))
-    out = torch.empty(65, 68, device=placement.DEVICE)
+    out = torch.empty(65, 68, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernel(a, b, seed=seed, offset=1, out=out)
@@ -97,7 +99,7 @@ def test_reductions(name):
     spec = language.reductions()[name]
     for m, n in [(4, 4), (64, 68), (332, 516), (1092, 1128)]:
         a, b = operands(m, n)
-        nothing = torch.zeros(m, n, device=placement.DEVICE)
+        nothing = torch.zeros(m, n, device="cuda")
         # Whole numbers: many are equal, and the first of them counts.
         check_reductions(spec, a, b, nothing, f"ties at {(m, n)}")
         check_reductions(spec, a * 0, b, nothing, f"all equal at {(m, n)}")
@@ -118,9 +120,9 @@ def test_inputs_have_any_name(name):
     spec = language.names()[name]
     a, b = operands(65, 68)
     inputs = {
-        "c": torch.randn(68, device=placement.DEVICE),
-        "d": torch.randn(65, device=placement.DEVICE),
-        "n": torch.randn(65, 68, device=placement.DEVICE),
+        "c": torch.randn(68, device="cuda"),
+        "d": torch.randn(65, device="cuda"),
+        "n": torch.randn(65, 68, device="cuda"),
         "float_": 0.5,
         "threadIdx": 3,
     }
@@ -150,10 +152,10 @@ def test_what_is_broadcast_is_served_and_counted():
 @pytest.mark.parametrize("name", list(language.drawn()))
 def test_drawn_epilogues_against_float64(name):
     spec, programs = language.drawn_specs()[name], language.drawn()[name]
-    m, n = (13, 72) if isinstance(spec.config, co.GemvConfig) else (77, 72)
+    m, n = (13, 72) if isinstance(spec.config, co.types.GemvConfig) else (77, 72)
     a, b = operands(m, n, 8)
     draw = {"bias": (n,), "scale": (m,), "residual": (m, n)}
-    inputs = {key: torch.randn(shape, device=placement.DEVICE).bfloat16() for key, shape in draw.items()}
+    inputs = {key: torch.randn(shape, device="cuda").bfloat16() for key, shape in draw.items()}
     found = co.build(spec)(a, b, **inputs, gate=0.625)
     leaves = {key: x.double() for key, x in inputs.items()} | {"acc": a.double() @ b.double()}
     leaves |= {"scale": leaves["scale"][:, None], "gate": torch.tensor(0.625, dtype=torch.float64, device=a.device)}

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from cutlass_ops.run import memory
+from cutlass_ops.run import plan
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +14,7 @@ SHAPE, STRIDES = (100, 30), (32, 1)
 
 
 def made(like):
-    return memory.new_tensor(like, SHAPE, STRIDES, BF16)
+    return plan.new_tensor(like, SHAPE, STRIDES, BF16)
 
 
 def counted():

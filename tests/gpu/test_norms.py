@@ -2,19 +2,18 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import composed
-from cutlass_ops.run import norms, ops
-from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.run import ops
 from cutlass_ops.run.registry import Registry
-from tests.gpu import kernels, oracle, tensors
+from tests.gpu import oracle, tensors
+from tests.gpu.memory import placed
 from tests.gpu.tensors import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -32,59 +31,6 @@ def bias_gelu_residual(acc, bias: co.Row, residual: co.Tile):
     """What may follow a norm, with an output besides D."""
     d = co.gelu(acc + bias, approximate="tanh") + residual
     return {"d": d, "row": co.sum_square(d, dim=1)}
-
-
-def calls(dtype, shape):
-    """Yield every op with the arguments of a call, without data, and D's dtype."""
-    m, n, k = shape
-
-    def empty(*extents, dtype=DTYPES[dtype]):
-        return torch.empty(extents, device="meta", dtype=dtype)
-
-    x, w, tile, f32 = empty(m, k), empty(n, k).t(), empty(m, n), torch.float32
-    yield from ((op, arguments, None) for op, arguments in _plain_calls(shape, x, w, tile, empty))
-    # What follows a residual stream multiplies (M, N) by (N, K).
-    summed = (tile, empty(k, n).t(), empty(m, dtype=f32), 1 / n, EPS)
-    yield from ((norms.rmsnorm_op(given="sums"), summed, d) for d in (None, f32))
-
-
-def _plain_calls(shape, x, w, tile, empty):
-    (m, n, k), f32 = shape, torch.float32
-    yield ops.op_of(None), (x, w)
-    yield norms.rmsnorm_op(), (x, w, EPS)
-    yield norms.rmsnorm_op(given="sums"), (x, w, empty(m, dtype=f32), 1 / k, EPS)
-    yield norms.rmsnorm_op(given="rstd"), (x, w, empty(m, dtype=f32))
-    column = empty(n, dtype=f32)
-    yield norms.layernorm_op(shifted=True), (x, w, column, EPS, column)
-    yield norms.layernorm_op(shifted=True, given="moments"), (x, w, column, *[empty(m, dtype=f32)] * 2, column)
-    yield norms.residual_rms_op(x.dtype), (x, w, tile)
-    if shape != MISALIGNED:
-        yield norms.rmsnorm_op(bias_gelu_residual), (x, w, EPS, empty(n), tile)
-    for op, values in (
-        (ops.op, ()),
-        (norms.rmsnorm_op, (EPS,)),
-        (partial(norms.rmsnorm_op, given="sums"), (empty(m, dtype=f32), 1 / k, EPS)),
-        (partial(norms.rmsnorm_op, given="rstd"), (empty(m, dtype=f32),)),
-    ):
-        if shape == MISALIGNED:  # two GEMMs
-            yield op(composed.swiglu_gate), (x, w, *values)
-            yield op(composed.swiglu_up), (x, w, *values, tile)
-        else:
-            yield op(composed.swiglu), (x, w, *values, w)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built():
-    """Compile what the tests' calls are served by, side by side."""
-    device, specs = device_of(torch.device("cuda", 0)), {}
-    for dtype in kernels.DTYPES:
-        for shape in (*SHAPES, MISALIGNED):
-            for op, (a, b, *inputs), d in calls(dtype, shape):
-                named = dict(zip((i.name for i in op.graph.inputs), inputs, strict=True))
-                call = check_call(op.graph, a, b, named, None, d)
-                problem = call.problem
-                specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
-    Registry.current().kernels(specs)
 
 
 def draw(dtype, shape, kind="normal"):
@@ -125,10 +71,10 @@ def test_rmsnorm(shape, dtype, way, kind):
     x, weight, gamma = draw(dtype, shape, kind)
     prepared = co.prepare(weight.t(), gamma)
     wanted, eager = exact_rms(x, weight, gamma), eager_rms(x, weight, gamma)
-    framed = tensors.Framed(*wanted.shape, dtype, aligned=shape != MISALIGNED)
-    co.rmsnorm_gemm(x, prepared, **given(way, x), out=framed.out)
-    oracle.assert_close(framed.out, wanted, eager)
-    framed.assert_frame_untouched(str(shape))
+    here = placed(wanted.shape, Operand.of(f"{dtype}.row{'.align1' if shape == MISALIGNED else ''}"))
+    co.rmsnorm_gemm(x, prepared, **given(way, x), out=here.view)
+    oracle.assert_close(here.view, wanted, eager)
+    here.assert_only()
     first = co.rmsnorm_gemm(x, prepared, **given(way, x))
     for _ in range(3):  # warm calls, by other values of eps as well
         assert torch.equal(co.rmsnorm_gemm(x, prepared, **given(way, x)), first)
@@ -237,7 +183,7 @@ def test_layernorm(shape, dtype, mean):
     exact = [t.double() for t in (x, gamma, beta, weight)]
     wanted = F.linear(F.layer_norm(exact[0], x.shape[-1:], exact[1], exact[2], EPS), exact[3])
     eager = F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, EPS), weight)
-    found = co.layernorm_gemm(x, co.prepare_layernorm(weight.t(), gamma, beta), eps=EPS)
+    found = co.layernorm_gemm(x, co.prepare(weight.t(), gamma, beta, norm="layer"), eps=EPS)
     oracle.assert_close(found, wanted, eager)
     variance, means = torch.var_mean(x.float(), -1, correction=0)
     moments = {"mean": means, "rstd": (variance + EPS).rsqrt()}

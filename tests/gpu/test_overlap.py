@@ -64,17 +64,6 @@ def square(size):
     }
 
 
-@pytest.mark.parametrize("size", [128, 1024, 2048])
-def test_layers_that_feed_each_other(size):
-    def step(s, number, after):
-        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
-        after()
-        co.gemm_bias_relu(s["y"], s["w"].t(), s["bias"], out=s["x"])
-        after()
-
-    same(step, square(size))
-
-
 @pytest.mark.parametrize("name", kernels.overlapping())
 @pytest.mark.parametrize("size", [64, 2048])
 def test_every_schedule(name, size):
@@ -93,76 +82,69 @@ def test_every_schedule(name, size):
     same(step, square(size))
 
 
-@pytest.mark.parametrize("size", [128, 1024])
-def test_every_input_is_written_just_before(size):
-    def step(s, number, after):
-        for name in ("x", "w", "bias"):
-            s[name].mul_(-0.99)
-            after()
-        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
-        after()
-        s["bias"].add_(s["y"][0], alpha=0.01)
-        after()
-        s["x"].copy_(s["y"])
-        after()
-
-    same(step, square(size))
+def _relu(s, x, out):
+    co.gemm_bias_relu(s[x], s["w"].t(), s["bias"], out=s[out])
 
 
-def test_a_tile_and_an_output_in_place():
-    op = co.gemm_bias_relu_residual
-
-    def step(s, number, after):
-        op(s["x"], s["w"].t(), s["bias"], s["y"], out=s["y"])
-        after()
-        s["x"].copy_(s["y"].clamp(-2, 2))
-        after()
-
-    same(step, square(1024))
+def _feeding_each_other(s, number):
+    yield _relu(s, "x", "y")
+    yield _relu(s, "y", "x")
 
 
-def test_an_output_that_the_kernel_before_still_reads():
-    state = square(1024) | {"sums": torch.zeros(STEPS, 1024, device="cuda")}
-
-    def step(s, number, after):
-        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
-        after()
-        torch.sum(s["y"].float(), dim=0, out=s["sums"][number])
-        after()
-        s["x"].copy_(s["y"])
-        after()
-
-    same(step, state)
+def _inputs_written_just_before(s, number):
+    for name in ("x", "w", "bias"):
+        yield s[name].mul_(-0.99)
+    yield _relu(s, "x", "y")
+    yield s["bias"].add_(s["y"][0], alpha=0.01)
+    yield s["x"].copy_(s["y"])
 
 
-def test_a_scalar_written_just_before():
-    state = square(1024) | {"alpha": torch.tensor(1.0, device="cuda")}
-
-    def step(s, number, after):
-        s["alpha"].add_(0.25).fmod_(1.7)
-        after()
-        co.gemm(s["x"], s["w"].t(), epilogue=kernels.scaled, alpha=s["alpha"], out=s["y"])
-        after()
-        s["x"].copy_(s["y"])
-        after()
-
-    same(step, state)
+def _a_tile_and_an_output_in_place(s, number):
+    yield co.gemm_bias_relu_residual(s["x"], s["w"].t(), s["bias"], s["y"], out=s["y"])
+    yield s["x"].copy_(s["y"].clamp(-2, 2))
 
 
-def test_memsets_and_other_streams():
-    same(_with_a_branch, square(1024))
+def _an_output_that_the_kernel_before_still_reads(s, number):
+    yield _relu(s, "x", "y")
+    yield torch.sum(s["y"].float(), dim=0, out=s["sums"][number])
+    yield s["x"].copy_(s["y"])
 
 
-def _with_a_branch(s, number, after):
-    s["y"].zero_()
-    after()
-    co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
-    after()
+def _a_scalar_written_just_before(s, number):
+    yield s["alpha"].add_(0.25).fmod_(1.7)
+    yield co.gemm(s["x"], s["w"].t(), epilogue=kernels.scaled, alpha=s["alpha"], out=s["y"])
+    yield s["x"].copy_(s["y"])
+
+
+def _memsets_and_other_streams(s, number):
+    yield s["y"].zero_()
+    yield _relu(s, "x", "y")
     main, other = torch.cuda.current_stream(), torch.cuda.Stream()
     other.wait_stream(main)
     with torch.cuda.stream(other):
         s["bias"].mul_(0.999)
-    after()
+    yield
     main.wait_stream(other)
-    co.gemm_bias_relu(s["y"], s["w"].t(), s["bias"], out=s["x"])
-    after()
+    yield _relu(s, "y", "x")
+
+
+CHAINS = [
+    *((_feeding_each_other, size) for size in (128, 1024, 2048)),
+    *((_inputs_written_just_before, size) for size in (128, 1024)),
+    (_a_tile_and_an_output_in_place, 1024),
+    (_an_output_that_the_kernel_before_still_reads, 1024),
+    (_a_scalar_written_just_before, 1024),
+    (_memsets_and_other_streams, 1024),
+]
+
+
+@pytest.mark.parametrize(("chain", "size"), CHAINS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_chain(chain, size):
+    """A chain yields after each operation, where it may wait for the device."""
+
+    def step(s, number, after):
+        for _ in chain(s, number):
+            after()
+
+    further = {"sums": torch.zeros(STEPS, size, device="cuda"), "alpha": torch.tensor(1.0, device="cuda")}
+    same(step, square(size) | further)

@@ -8,7 +8,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"),
 ]
 
-CASES = ["ddp", "fsdp2", "tensor_parallel", "residuals", "dtensors"]
+CASES = ["ddp", "fp8_state", "fsdp2", "tensor_parallel", "residuals", "dtensors"]
 
 
 @pytest.mark.parametrize("world", [2, 4])

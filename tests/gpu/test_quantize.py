@@ -10,28 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.registry import Registry
-from tests.gpu import oracle
+from cutlass_ops.operand import reference
+from tests.gpu import kernels, oracle, tensors
+from tests.gpu.fp8_values import BF16, E4M3, F32, NAMES, SUMS, assert_same, draw, zeros
+from tests.gpu.memory import Placed
 
 pytestmark = pytest.mark.gpu
-
-E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
-NAMES = {"e4m3": E4M3, "e5m2": E5M2}
-# What the Tensor Core keeps of a sum of FP8 products, relative to the norm of the result (docs/fp8.md).
-SUMS = 2.0**-9
-
-
-def capability():
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("FP8 needs Hopper")
+    tensors.require_hopper()
 
 
 # x itself where the accumulator is 0: a tile, which TMA loads, a column, and a row.
@@ -166,32 +155,13 @@ EXACT = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built(request):
-    """Compile what the tests of this module need, as many kernels at a time as there are processors."""
-    if capability()[0] != 9:
-        return
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    named, gates = ({given.get(what) for given in params} for what in ("kernel", "gate_of"))
-    wanted = [spec(e, tile, inputs=inputs) for name, (e, tile, inputs) in EXACT.items() if name in named]
-    wanted += [gate(name) for name in GATES if name in gates]
-    if "test_the_values_are_those_that_a_kernel_without_scales_stores" in {
-        getattr(item, "originalname", "") for item in request.session.items
-    }:
-        wanted += [spec(biased, tile) for tile in TILES] + [
-            spec(biased_alone, tile, "f32.row", inputs={"bias": "bf16"}) for tile in TILES
-        ]
-    Registry.current().kernels(dict.fromkeys(wanted))
-
-
 # ---- Tensors --------------------------------------------------------------------------------------------------------
 
 
-def poisoned(shape, dtype, margin=0):
-    """Memory of NaN, in which a matrix lies `margin` elements from the ends of each line: the matrix, and all of it."""
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    whole = torch.full((rows + 2, columns + 2 * margin), math.nan, device="cuda").to(dtype)
-    return whole[1:-1, margin : margin + columns].view(*shape) if margin == 0 else whole[1:-1, margin:-margin], whole
+def poisoned(m, n, dtype, margin=16):
+    """Place a matrix in poison, `margin` elements from the ends of each line."""
+    pitch = n + 2 * margin
+    return Placed.within((m, n), (pitch, 1), pitch + margin, (m + 2) * pitch, dtype, "cuda")
 
 
 def poisoned_scales(rows, blocks, layout):
@@ -204,26 +174,6 @@ def poisoned_scales(rows, blocks, layout):
 
 
 LAYOUTS = ("m-major", "row-major", "strided")
-
-
-def assert_same(found, wanted):
-    """Require the same bits, and NaN in the same places."""
-    assert found.dtype is wanted.dtype
-    assert found.shape == wanted.shape
-    nan = wanted.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    if found.dtype is F32:
-        assert torch.equal(found[~nan], wanted[~nan])
-    else:
-        assert torch.equal(*(x.contiguous().view(torch.uint8)[~nan] for x in (found, wanted)))
-
-
-def assert_frame_untouched(whole, matrix):
-    """Require NaN everywhere around a matrix."""
-    top, left = divmod((matrix.data_ptr() - whole.data_ptr()) // whole.element_size(), whole.shape[1])
-    outside = torch.ones(whole.shape, dtype=torch.bool, device="cuda")
-    outside[top : top + matrix.shape[0], left : left + matrix.shape[1]] = False
-    assert whole.float().isnan()[outside].all()
 
 
 def assert_m_major(scale):
@@ -261,15 +211,6 @@ def special(m, n):
         else:
             x[row, begin : begin + 128] = -0.0
     return x.cuda()
-
-
-def zeros(m, n, k=64, dtype=BF16):
-    return torch.zeros(m, k, device="cuda").to(dtype), torch.zeros(n, k, device="cuda").to(dtype).t()
-
-
-def draw(rows, k, dtype):
-    x = torch.randn(rows, k, device="cuda")
-    return x.to(dtype) if dtype is BF16 else (x * 16).to(dtype)
 
 
 def assert_near(d, scale, exact, sums=SUMS):
@@ -310,13 +251,14 @@ def test_every_value_and_scale_is_the_references(kernel):
         elif epilogue is kept_scaled:
             given = {"x": x[0].contiguous(), "by": torch.randn(m, device="cuda")}
             x = given["x"] * given["by"][:, None]
-        d, whole = poisoned((m, n), NAMES[name], margin=16)
+        placed = poisoned(m, n, NAMES[name])
+        d = placed.view
         scale = poisoned_scales(m, -(-n // 128), LAYOUTS[at % 3])
         found = run(*zeros(m, n), **given, out={"d": d, "d_scale": scale})
         wanted = wanted_of(x, name)
         assert_same(found.d_scale, wanted[1])
         assert_same(found.d, wanted[0])
-        assert_frame_untouched(whole, d)
+        placed.assert_only()
         if epilogue is kept_wide:
             assert_same(found.row, x.abs().amax(1))
             assert_same(found.column, x.abs().amax(0))
@@ -366,7 +308,7 @@ def test_calls_of_any_number_of_rows(m, of):
     n, k = 528, 1024
     a, b, bias = draw(m, k, of), draw(n, k, of).t(), torch.randn(n, device="cuda").to(BF16)
     exact = F.relu(a.double() @ b.double() + bias.double())
-    out = {"d": poisoned((m, n), E4M3)[0], "d_scale": poisoned_scales(m, 5, "m-major")}
+    out = {"d": poisoned(m, n, E4M3, margin=0).view, "d_scale": poisoned_scales(m, 5, "m-major")}
     found = co.gemm(a, b, epilogue=biased, bias=bias, out=out)
     assert found.d is out["d"]
     assert_near(found.d, found.d_scale, exact, SUMS if of is E4M3 else 1e-5)
@@ -413,9 +355,9 @@ def test_a_gate_feeds_the_next_projection(m, of):
     h = co.gemm(x, gate.t(), epilogue=swiglu, up=up.t())
     exact = F.silu(x.double() @ gate.t().double()) * (x.double() @ up.t().double())
     assert_near(h.d, h.d_scale, exact, SUMS if of is E4M3 else 1e-4)
-    down = co.quantize(torch.randn(out, n, device="cuda"), "e4m3")
-    y = co.scaled_gemm(h.d, down.d.t(), h.d_scale, down.d_scale)
-    first, second = reference.dequantised(h.d, down.d.t(), h.d_scale.double(), down.d_scale.double())
+    down = co.Scaled.quantize(torch.randn(out, n, device="cuda"), "e4m3")
+    y = co.gemm(co.Scaled(h.d, h.d_scale), co.Scaled(down.values.t(), down.scale))
+    first, second = reference.dequantised(h.d, down.values.t(), h.d_scale.double(), down.scale.double())
     assert oracle.error(y, first @ second) <= torch.finfo(BF16).eps + SUMS
 
 
@@ -431,11 +373,12 @@ def test_gates_of_every_tile(gate_of, m, n, k):
     if of is E4M3:
         of_gate, up = ((t.float() / 256).to(of) for t in (of_gate, up))
     exact = F.silu(x.double() @ of_gate.t().double()) * (x.double() @ up.t().double())
-    d, whole = poisoned((m, n), E4M3, margin=16)
+    placed = poisoned(m, n, E4M3)
+    d = placed.view
     scale = poisoned_scales(m, -(-n // 128), "m-major")
     co.build(made)(x, of_gate.t(), up=up.t(), out={"d": d, "d_scale": scale})
     assert_near(d, scale, exact, 2 * SUMS if of is E4M3 else 1e-4)  # a product of two sums
-    assert_frame_untouched(whole, d)
+    placed.assert_only()
     for _ in range(8):  # whichever of the two thread blocks is first
         again = co.build(made)(x, of_gate.t(), up=up.t())
         assert_same(again.d, d)
@@ -444,10 +387,13 @@ def test_gates_of_every_tile(gate_of, m, n, k):
 
 def test_scales_of_blocks_in_and_out():
     m, n, k = 200, 384, 1040
-    x, w = co.quantize(torch.randn(m, k, device="cuda"), "e4m3"), co.quantize(torch.randn(n, k, device="cuda"), "e5m2")
+    x, w = (
+        co.Scaled.quantize(torch.randn(m, k, device="cuda"), "e4m3"),
+        co.Scaled.quantize(torch.randn(n, k, device="cuda"), "e5m2"),
+    )
     bias = torch.randn(n, device="cuda").to(BF16)
-    d, scale = co.scaled_gemm(x.d, w.d.t(), x.d_scale, w.d_scale, epilogue=biased, bias=bias)
-    first, second = reference.dequantised(x.d, w.d.t(), x.d_scale.double(), w.d_scale.double())
+    d, scale = co.gemm(x, w.t(), epilogue=biased, bias=bias)
+    first, second = reference.dequantised(x.values, w.values.t(), x.scale.double(), w.scale.double())
     assert_near(d, scale, F.relu(first @ second + bias.double()))
 
 
@@ -459,23 +405,19 @@ def test_every_kernel_that_a_weight_may_need_is_right(epilogue):
     bias = torch.randn(n, device="cuda").to(BF16)
     inputs = {"bias": bias} if epilogue is biased else {"up": other}
     exact = F.relu(acc + bias.double()) if epilogue is biased else F.silu(acc) * (a.double() @ other.double())
-    call = check_call(epilogue.graph, a, b, inputs, None, None)
-    device = device_of(a.device)
-    decision = dispatch.decide(signature_of(call, device), device, call.problem)
-    Registry.current().kernels(decision.specs[:6])
-    for kernel in decision.specs[:6]:
-        assert_near(*co.build(kernel)(a, b, **inputs), exact, 1e-4)
+    for results in kernels.by_every_kernel(co.gemm, a, b, epilogue=epilogue, **inputs):
+        assert_near(*results, exact, 1e-4)
 
 
 def test_a_captured_graph_sees_new_values():
     m, n, k = 64, 384, 512
     x, gate, up = (draw(rows, k, BF16) for rows in (m, n, n))
-    down = co.quantize(torch.randn(256, n, device="cuda"), "e4m3")
+    down = co.Scaled.quantize(torch.randn(256, n, device="cuda"), "e4m3")
 
     def layer():
         h = co.gemm(x, gate.t(), epilogue=swiglu, up=up.t())
-        a = co.quantize(h.d.to(BF16), "e5m2", block=None)
-        return co.scaled_gemm(h.d, down.d.t(), h.d_scale, down.d_scale), a
+        a = co.Scaled.quantize(h.d.to(BF16), "e5m2", block=None)
+        return co.gemm(co.Scaled(h.d, h.d_scale), co.Scaled(down.values.t(), down.scale)), a
 
     layer()
     torch.cuda.synchronize()
@@ -486,8 +428,8 @@ def test_a_captured_graph_sees_new_values():
     graph.replay()
     wanted, again = layer()
     assert torch.equal(y, wanted)
-    assert_same(a.d, again.d)
-    assert_same(a.d_scale, again.d_scale)
+    assert_same(a.values, again.values)
+    assert_same(a.scale, again.scale)
 
 
 def test_a_prepared_launch_and_a_compiled_function():
@@ -499,7 +441,7 @@ def test_a_prepared_launch_and_a_compiled_function():
 
     def layer(a):
         h = co.gemm(a, b, epilogue=biased, bias=bias)
-        return h.d, h.d_scale, *co.quantize(a, "e4m3")
+        return h.d, h.d_scale, *co.Scaled.quantize(a, "e4m3")
 
     found = torch.compile(layer, fullgraph=True, backend="aot_eager")(a)
     for one, other in zip(found, layer(a), strict=True):
@@ -517,48 +459,49 @@ def test_a_prepared_launch_and_a_compiled_function():
 def test_a_tensor_is_quantised_as_the_reference_does(name, dtype, block, n):
     for at, m in enumerate((1, 5, 77, 130)):
         x = special(m, n).to(dtype)
-        d, whole = poisoned((m, n), NAMES[name], margin=8 if at % 2 else 3)
+        placed = poisoned(m, n, NAMES[name], margin=8 if at % 2 else 3)
+        d = placed.view
         blocks = -(-n // 128)
         layout = LAYOUTS[at % 3]
         scale = torch.full((m,), math.nan, device="cuda") if block is None else poisoned_scales(m, blocks, layout)
         wanted = wanted_of(x.float(), name, block)
-        found = co.quantize(x, name, block, out={"d": d, "d_scale": scale})
-        assert_same(found.d_scale.view(m, -1) if block is None else found.d_scale, wanted[1])
-        assert_same(found.d, wanted[0])
-        assert_frame_untouched(whole, d)
+        found = co.Scaled.quantize(x, name, block, out=co.Scaled(d, scale))
+        assert_same(found.scale.view(m, -1) if block is None else found.scale, wanted[1])
+        assert_same(found.values, wanted[0])
+        placed.assert_only()
         # Rows within longer lines, which begin anywhere.
         for left, right in ((8, 8), (1, 2)):
             wide = torch.full((m, n + left + right), math.nan, device="cuda").to(dtype)
             wide[:, left : left + n] = x
-            again = co.quantize(wide[:, left : left + n], name, block)
-            assert_same(again.d, wanted[0])
-            assert_same(again.d_scale.view(m, -1) if block is None else again.d_scale, wanted[1])
+            again = co.Scaled.quantize(wide[:, left : left + n], name, block)
+            assert_same(again.values, wanted[0])
+            assert_same(again.scale.view(m, -1) if block is None else again.scale, wanted[1])
 
 
 def test_tensors_with_leading_dimensions_and_many_rows():
     x = torch.randn(3, 5, 7, 384, device="cuda").to(BF16)
-    d, scale = co.quantize(x, "e4m3")
+    d, scale = co.Scaled.quantize(x, "e4m3")
     assert (d.shape, scale.shape, scale.stride()) == (x.shape, (3, 5, 7, 3), (35, 7, 1, 108))
     wanted = wanted_of(x.float().view(-1, 384), "e4m3")
     assert_same(d.view(-1, 384), wanted[0])
     assert_same(scale.view(-1, 3), wanted[1])
-    rows = co.quantize(x, "e4m3", block=None)
-    assert rows.d_scale.shape == (3, 5, 7)
+    rows = co.Scaled.quantize(x, "e4m3", block=None)
+    assert rows.scale.shape == (3, 5, 7)
     x = torch.randn(200_001, 128, device="cuda").to(BF16)
-    d, scale = co.quantize(x, "e4m3")
+    d, scale = co.Scaled.quantize(x, "e4m3")
     wanted = wanted_of(x.float(), "e4m3")
     assert_same(d, wanted[0])
     assert_same(scale, wanted[1])
-    empty = co.quantize(x[:0], "e4m3")
-    assert (empty.d.shape, empty.d_scale.shape) == ((0, 128), (0, 1))
+    empty = co.Scaled.quantize(x[:0], "e4m3")
+    assert (empty.values.shape, empty.scale.shape) == ((0, 128), (0, 1))
 
 
 def test_a_quantised_tensor_is_an_operand():
     x, w = torch.randn(100, 1024, device="cuda").to(BF16), torch.randn(256, 1024, device="cuda").to(BF16)
     exact = x.double() @ w.t().double()
     for block in (128, None):
-        a, b = co.quantize(x, "e4m3", block), co.quantize(w, "e4m3", block)
-        y = co.scaled_gemm(a.d, b.d.t(), a.d_scale, b.d_scale, out_dtype=F32)
+        a, b = co.Scaled.quantize(x, "e4m3", block), co.Scaled.quantize(w, "e4m3", block)
+        y = co.gemm(a, b.t(), out_dtype=F32)
         # Each product has two roundings to three bits after the first one.
         assert oracle.error(y, exact) <= 2 * torch.finfo(E4M3).eps / 2
 
@@ -566,4 +509,4 @@ def test_a_quantised_tensor_is_an_operand():
 def test_what_shares_memory_is_refused():
     x = torch.zeros(4, 256, device="cuda")
     with pytest.raises(ValueError, match="shares memory"):
-        co.quantize(x, "e4m3", out={"d": x.view(torch.uint8).view(E4M3)[:, :256]})
+        co.Scaled.quantize(x, "e4m3", out=co.Scaled(x.view(torch.uint8).view(E4M3)[:, :256], None))

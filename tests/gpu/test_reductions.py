@@ -4,37 +4,35 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.epilogue.nodes import Kind
-from tests.gpu import edges, kernels, placement
-from tests.gpu.placement import whole
-from tests.gpu.test_launch import BF16, NAN, capture, problem
+from tests.gpu import cases, edges, kernels
+from tests.gpu.cases import Case, captured
 
 pytestmark = pytest.mark.gpu
 
+NAN = float("nan")
 REDUCING = edges.stream_k_sums() | kernels.reductions()
 
 
 def reduced(spec, m, n, k):
     """Return A, B and inputs by name, but for the scalar."""
-    a, b, bias = problem(m, n, k)
-    tiles = {i.name: whole(m, n).to(BF16) for i in spec.epilogue.inputs if i.kind is Kind.TILE}
-    return a, b, {"bias": bias, "scale": whole(m).to(BF16), **tiles}
+    case = Case(spec, *cases.fit(spec, (m, n, k)), exact=True)
+    return case.a, case.b, {name: x for name, x in case.inputs.items() if name != "alpha"}
 
 
 @pytest.mark.parametrize("name", list(REDUCING))
 def test_a_graph_repeats_reductions(name):
     kernel, (a, b, inputs) = co.build(REDUCING[name]), reduced(REDUCING[name], 136, 264, 1024)
-    alpha = torch.tensor(0.5, device=placement.DEVICE)
+    alpha = torch.tensor(0.5, device="cuda")
     kernel(a, b, **inputs, alpha=alpha)
-    graph, captured = capture(lambda: kernel(a, b, **inputs, alpha=alpha))
+    graph, results = captured(lambda: kernel(a, b, **inputs, alpha=alpha))
     for value in (0.25, -3.0):
         alpha.fill_(value)
         inputs["bias"].add_(1)
-        for x in captured:
+        for x in results:
             x.fill_(NAN)
         graph.replay()
         direct = kernel(a, b, **inputs, alpha=value)
-        for name_, x, y in zip(captured._fields, captured, direct, strict=True):
+        for name_, x, y in zip(results._fields, results, direct, strict=True):
             assert torch.equal(x, y), name_
 
 

@@ -1,20 +1,18 @@
-"""With an empty store: a call runs on a stand-in, and on its best kernel once that is compiled."""
+"""With an empty store: PyTorch serves a call, and its best kernel does once that is compiled."""
 
 import os
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.base.session import Session
-from cutlass_ops.choose import policies
 from cutlass_ops.compilation.background import Background
-from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.kinds.gemv.config import GemvConfig
 from cutlass_ops.run import ops
 from cutlass_ops.run.registry import Registry
 from tests.gpu import tensors
@@ -26,9 +24,10 @@ M, N, K = 512, 1024, 512
 
 @pytest.fixture
 def cold(tmp_path, monkeypatch):
-    """Have nothing compiled, nothing loaded, and calls take stand-ins."""
+    """Have nothing compiled, nothing loaded, and no guesses compiled beside what calls need."""
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "store"))
     monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "1")
+    monkeypatch.setattr(Background, "guess", lambda *_: None)
     with Session().active():
         yield
         Background.current().close()
@@ -46,75 +45,19 @@ def near(d, a, b, bias):
 
 
 @pytest.mark.usefixtures("cold")
-def test_a_cold_call_is_right_on_the_kernel_that_compiles_fastest_and_then_on_the_best(operands):
+def test_a_cold_call_is_right_by_pytorch_and_then_by_the_best_kernel(operands):
     op = ops.Op("relu", co.gemm_bias_relu.epilogue)
-    best = op.plan(*operands).spec
     out = torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
     assert near(op(*operands, out=out), *operands)
-    loaded = [entry.spec for entry in Registry.current().entries()]
-    assert [type(spec.config) for spec in loaded] == [GemvConfig]
-    assert best not in loaded
-    arrived = threading.Event()
-    Background.current().when_built(best, lambda _: arrived.set())  # after what the call itself asked for
-    assert arrived.wait(300)
+    assert near(op(*operands), *operands)
+    assert Registry.current().entries() == ()
+    assert op.served_by_pytorch == 2
+    assert Background.current().wait(300, needed=True)
     out.fill_(float("nan"))
     assert near(op(*operands, out=out), *operands)
-    assert best in [entry.spec for entry in Registry.current().entries()]
-    served = op.served_warm
-    assert near(op(*operands, out=out), *operands)
-    assert op.served_warm == served + 1
-
-
-def test_a_weight_s_first_call_may_be_captured_while_a_thread_finds_its_other_steps(operands, monkeypatch):
-    def decided():
-        found = [op.plan(operands[0][:rows], *operands[1:]) for rows in (1, 77, 300, M)]
-        return [(each.config, each.order) for each in found], found[-1].is_finished
-
-    # No other kernel is compiled.
-    monkeypatch.setattr(Background, "add", lambda *_, **__: None)
-    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
-    op, out = ops.Op("relu", co.gemm_bias_relu.epilogue), torch.full((M, N), float("nan"), device="cuda").bfloat16()
-    Registry.current().ready([op.plan(*operands).spec], operands[0].device)
-    policies.forget(shipped=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        op(*operands, out=out)
-        before, finished = decided()
-        assert not finished
-        Background.current().wait()
-        assert decided() == (before, True)
-    graph.replay()
-    assert near(out, *operands)
-
-
-def some_of(configs):
-    """Return a configuration for each orientation, schedule and depth of a tile."""
-    found = {(c.swap_ab, c.schedule, c.threadblock.k): c for c in configs if c.wgmma and c.whole_k}
-    return list(found.values())
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3"])
-def test_kernels_that_may_serve_until_another_is_loaded_give_its_bits(dtype):
-    if dtype == "e4m3":
-        a, b = ((torch.randn(rows, K, device="cuda") * 8).to(torch.float8_e4m3fn) for rows in (M, N))
-        bias = tensors.vector(N, "bf16")
-    else:
-        a, b, bias = tensors.matrix(M, K, dtype), tensors.matrix(N, K, dtype), tensors.vector(N, dtype)
-    op, given = ops.Op("relu", co.gemm_bias_relu.epilogue), (a, b.t(), bias)
-    decision = op.plan(*given)
-    configs = some_of(policies.policy(decision.signature, decision.device).kernels)
-    assert len(configs) > 3
-    kernels = Registry.current().kernels([decision.device.spec(decision.signature, c) for c in configs])
-    found = []
-    for config, kernel in zip(configs, kernels, strict=True):
-        d = torch.full((M, N), float("nan"), device="cuda", dtype=bias.dtype)
-        raster, swizzle = config.usual_order(decision.problem).numbers
-        workspace = torch.empty(kernel.workspace_size(M, N, K, 1, raster, swizzle), device="cuda", dtype=torch.uint8)
-        assert kernel.launch(a, b.t(), d, bias, raster, swizzle, workspace) == 0
-        found.append(d)
-    assert near(found[0], a.to(bias.dtype), b.t().to(bias.dtype), bias)
-    for config, d in zip(configs, found, strict=True):
-        assert torch.equal(d, found[0]), config.slug
+    assert [entry.spec for entry in Registry.current().entries()] == [op.plan(*operands).spec]
+    assert near(op(*operands), *operands)
+    assert op.served_by_pytorch == 2
 
 
 # A process counts the modules that the driver loads, by CUPTI's callbacks: PyTorch for GPUs has that library loaded.
@@ -206,19 +149,75 @@ def test_the_first_launch_of_a_kernel_that_came_in_the_background_loads_nothing(
 
 
 @pytest.mark.usefixtures("cold")
-def test_a_captured_call_raises_where_nothing_is_loaded_and_takes_a_stand_in_where_something_is(operands):
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_captured_call_waits_for_its_kernel_and_the_graph_keeps_it(operands, mode):
     op, graph = ops.Op("relu", co.gemm_bias_relu.epilogue), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(MissingKernelError, match="warm_up before"):
-            op(*operands)
-        operands[0].clone()  # PyTorch warns of a graph with nothing in it
+    op(*operands)
     torch.cuda.synchronize()
-    few = operands[0][:1]
-    op(few, *operands[1:])  # some kernel of the signature
-    torch.cuda.synchronize()
-    graph, out = torch.cuda.CUDAGraph(), torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
-    with torch.cuda.graph(graph):
+    out = torch.full((M, N), float("nan"), device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         op(*operands, out=out)
+    assert [entry.spec for entry in Registry.current().entries()] == [op.plan(*operands).spec]
     graph.replay()
     torch.cuda.synchronize()
     assert near(out, *operands)
+    assert op.served_by_pytorch == 1
+
+
+@pytest.mark.usefixtures("cold")
+def test_the_first_call_of_all_may_be_captured(operands):
+    op, graph = ops.Op("relu", co.gemm_bias_relu.epilogue), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*operands)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert near(out, *operands)
+    assert op.served_by_pytorch == 0
+
+
+@pytest.mark.usefixtures("cold")
+def test_the_kernel_of_what_torch_compile_traces_is_there_before_the_first_call(operands):
+    def backend(module, _):
+        assert Background.current().wait(300, needed=True)
+        return module.forward
+
+    before = co.gemm_bias_relu.served_by_pytorch
+    d = torch.compile(lambda a, b, bias: co.gemm_bias_relu(a, b, bias), backend=backend)(*operands)
+    assert near(d, *operands)
+    assert [entry.spec for entry in Registry.current().entries()] == [co.gemm_bias_relu.plan(*operands).spec]
+    assert co.gemm_bias_relu.served_by_pytorch == before
+
+
+@pytest.mark.usefixtures("cold")
+def test_a_region_that_is_warmed_up_needs_no_further_kernel(operands, monkeypatch):
+    layer = co.nn.MLP(K, N, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        layer(operands[0]).float().square().mean().backward()
+
+    count = co.warm_up(step)
+    assert len(Registry.current().entries()) == count > 2
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+    step()
+    assert len(Registry.current().entries()) == count
+
+
+@pytest.mark.usefixtures("cold")
+def test_without_a_compiler_pytorch_serves_and_is_captured_with_one_warning(operands, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    op, graph = ops.Op("relu", co.gemm_bias_relu.epilogue), torch.cuda.CUDAGraph()
+    with pytest.warns(RuntimeWarning, match="CUTLASS_OPS_STAND_IN=0") as caught:
+        out = _served_and_captured(op, operands, graph)
+    assert len(caught) == 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert near(out, *operands)
+
+
+def _served_and_captured(op, operands, graph):
+    for _ in range(50):
+        assert near(op(*operands), *operands)
+        time.sleep(0.1)
+    with torch.cuda.graph(graph):
+        return op(*operands)

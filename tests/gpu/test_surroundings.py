@@ -59,12 +59,6 @@ def test_a_module_that_has_run_is_copied(warm):
     assert again.kernel is module.kernel
 
 
-def test_lazy_negations_at_a_warm_kernel(warm):
-    x, w, bias = warm
-    assert torch.equal(co.gemm_bias_relu(x, w, torch._neg_view(bias)), co.gemm_bias_relu(x, w, -bias))
-    assert torch.equal(co.gemm_bias_relu(torch._neg_view(x), w, bias), co.gemm_bias_relu(-x, w, bias))
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_runs_the_kernel(warm, strict):
     x, w, bias = warm
@@ -90,20 +84,6 @@ def test_a_package_of_aotinductors_runs_the_kernel(warm):
     torch.testing.assert_close(package(*warm), Plain()(*warm))
 
 
-def test_scalars_are_one_rule_on_the_device(warm):
-    x, w, bias = warm
-
-    @co.epilogue
-    def scaled(acc, bias: co.Row, s: co.Scalar):
-        return (acc + bias) * s
-
-    wanted = co.gemm(x, w, epilogue=scaled, bias=bias, s=0.5)
-    for s in (torch.tensor(0.5), torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64)):
-        for place in ("cpu", "cuda"):
-            for _ in range(2):
-                assert torch.equal(co.gemm(x, w, epilogue=scaled, bias=bias, s=s.to(place)), wanted)
-
-
 def test_launches_are_ranges_of_a_profiler_on_request(warm, monkeypatch):
     seen = []
 
@@ -118,3 +98,70 @@ def test_launches_are_ranges_of_a_profiler_on_request(warm, monkeypatch):
     for _ in range(2):
         assert torch.equal(op(*warm), co.gemm_bias_relu(*warm))
     assert seen == ["mine"] * 2
+
+
+# ---- Arguments that are no plain tensors -----------------------------------------------------------------------------
+
+
+@co.epilogue
+def drawn(acc, bias: co.Row, weight: co.Col, residual: co.Tile, s: co.Scalar, seed: co.Integer):
+    return (acc * weight + bias + residual) * s + co.uniform(seed, 1)
+
+
+def dense():
+    """Return an op and its arguments by name, numbers as tensors too."""
+    given = {"a": tensors.matrix(M, K, "bf16"), "b": tensors.matrix(K, N, "bf16", "col")}
+    given |= {"bias": torch.randn(N, device="cuda"), "weight": torch.randn(M, device="cuda")}
+    given |= {"residual": tensors.matrix(M, N, "bf16"), "s": torch.tensor(1.5, device="cuda")}
+    return ops.Op("drawn", drawn), given | {"seed": torch.tensor(3, device="cuda")}
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "weight", "residual", "s", "seed"])
+def test_a_lazy_negation_keeps_its_sign(name):
+    op, given = dense()
+    wanted = op(**given)
+    lazy = given | {name: torch._neg_view(-given[name])}
+    for _ in range(2):
+        assert torch.equal(op(**lazy), wanted)
+    launch = co.prepare_launch(op, **given)
+    for run in (lambda: launch(**{name: lazy[name]}), lambda: co.prepare_launch(op, **lazy)):
+        with pytest.raises(ValueError, match="is a lazy negation"):
+            run()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_warm_call_writes_no_lazy_negation(by_name):
+    op, given = dense()
+    out = torch.empty_like(op(**given))
+    for _ in range(2):
+        op(**given, out={"d": out} if by_name else out)
+    lazy = torch._neg_view(out)
+    with pytest.raises(ValueError, match="out is a lazy negation"):
+        op(**given, out={"d": lazy} if by_name else lazy)
+
+
+@pytest.mark.parametrize("z", [3.0 + 2.0j, 1.0 - 0.5j])
+def test_the_imaginary_part_of_a_conjugate_is_a_number(z):
+    op, given = dense()
+    z = torch.tensor(z, device="cuda")
+    for s in (0.5, z.imag, z.conj().imag, -z.real, z.conj().imag):
+        assert torch.equal(op(**(given | {"s": s})), op(**(given | {"s": float(s)})))
+
+
+NO_MEMORY = {
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+    "sparse": lambda x: x.to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", NO_MEMORY.values(), ids=NO_MEMORY)
+@pytest.mark.parametrize("name", ["a", "b", "bias", "weight", "residual"])
+def test_what_has_no_memory_is_refused_cold_and_warm(name, make):
+    op, given = dense()
+    wrong = given | {name: make(given[name])}
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} "):
+            op(**wrong)
+        op(**given)

@@ -9,20 +9,6 @@ from tests.gpu import kernels, tensors
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_an_op_between_others(backend):
-    weight, bias = tensors.matrix(256, 512, "bf16").t(), tensors.vector(256, "bf16")
-
-    def function(x):
-        y = co.gemm_bias_relu_residual(x.mul(2), weight, bias, x[:, :256].contiguous())
-        return torch.sigmoid(y)
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    for rows in (200, 72, 48):
-        x = tensors.matrix(rows, 512, "bf16")
-        torch.testing.assert_close(compiled(x), function(x))
-
-
 def test_one_kernel_and_its_out():
     name, spec = next(iter(kernels.overlapping().items()))
     kernel, x = co.build(spec), tensors.matrix(300, 512, "bf16")

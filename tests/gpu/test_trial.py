@@ -12,7 +12,7 @@ from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.table import kind_of
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.measuring import Measurer
 from cutlass_ops.tuner.trial import Trial
@@ -32,7 +32,9 @@ def signature_of(spec):
 
 @pytest.fixture(scope="module")
 def spec():
-    return next(s for s in kernels.configurations().values() if s.sm90 and s.sm90.schedule == "pingpong")
+    return next(
+        s for s in kernels.configurations().values() if s.config.arch == "sm90" and s.config.schedule == "pingpong"
+    )
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -78,6 +80,17 @@ def test_kernels_of_groups_race_over_all_spreads(name):
     assert (peers, len(rounds)) == ((), 3)
     one = Trial(OpSignature.of(spec), problem, DEVICE, spreads=("one",))
     assert one.admit(entrant, loaded) is None
+
+
+@pytest.mark.parametrize("name", ["batched-pingpong-inputs", "batched-sm80-inputs", "batched-small-inputs"])
+def test_kernels_of_batches_race_pytorch(name):
+    spec = kernels.batched()[name]
+    trial = Trial(OpSignature.of(spec), Problem(64, 64, 64, 100), DEVICE)
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
+    trial.admit_peers()
+    measured, peers = trial.race(3, lambda: None)
+    assert measured[0].microseconds > 0
+    assert [peer for peer, _ in peers] == ["eager"]
 
 
 def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):

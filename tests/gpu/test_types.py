@@ -1,4 +1,4 @@
-"""The other types on the device: against float64 of what is multiplied, over shapes and layouts that are not usual."""
+"""The other types on the device: what calls give, roundings, and sums that several blocks share."""
 
 import math
 
@@ -7,120 +7,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import f64, i8, tf32, tf32x3
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import device_of
+from cutlass_ops.base.dtypes import f64, tf32
+from cutlass_ops.operand import matrices, reference
 from cutlass_ops.run.ops import op_of
-from tests.gpu import multiplied, oracle, tensors
-from tests.gpu.multiplied import CALLS, doubles, exact, floats, whole
+from tests.gpu import cases, multiplied, oracle, tensors
+from tests.gpu.cases import Case, check
+from tests.gpu.multiplied import CALLS, doubles, exact, whole
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = multiplied.specs()
-# One row, one more than a tile's, several tiles; with lines of any length also odd extents and a K of less than a step.
-SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 1024)]
-ODD = [(129, 251, 1037), (3, 7, 5)]
 SUMS, FP32_SUMS, DOUBLE_SUMS = (oracle.SUMS[name] for name in ("tf32", "tf32x3", "f64"))
 
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
-        pytest.skip("these kernels are compiled for Hopper")
-
-
-def draw(spec, m, n, k):
-    """Draw operands and inputs for a kernel."""
-    if spec.config.copies:
-        drawn = (floats(m, k), floats(k, n)) if spec.a.dtype is tf32 else (whole(m, k), whole(k, n))
-        pairs = zip(drawn, (spec.a, spec.b), strict=True)
-        x, w = (multiplied.laid(y, operand.major, aligned=operand.aligned) for y, operand in pairs)
-        size = k**0.5 / 16
-    elif spec.a.dtype in (tf32, tf32x3):
-        x, w = (
-            floats(rows, columns, operand.major, aligned=operand.aligned)
-            for rows, columns, operand in ((m, k, spec.a), (k, n, spec.b))
-        )
-        size = k**0.5 / 16
-    elif spec.a.dtype is f64:
-        x, w = (
-            doubles(rows, columns, operand.major, aligned=operand.aligned)
-            for rows, columns, operand in ((m, k, spec.a), (k, n, spec.b))
-        )
-        size = k**0.5
-    else:
-        x, w, size = whole(m, k), whole(n, k).t(), k**0.5 * 64
-    drawn = {
-        "bias": torch.randn(n, device="cuda"),
-        "scale": torch.rand(m, device="cuda") / size,
-        "r": tensors.matrix(m, n, "f32", aligned=spec.d.aligned),
-        "up": floats(k, n, "col"),
-    }
-    if spec.a.dtype is f64:
-        drawn = {name: given.double() for name, given in drawn.items()} | {"r": doubles(m, n, aligned=spec.d.aligned)}
-    return x, w, {i.name: drawn[i.name] for i in spec.epilogue.inputs}
-
-
-def fitting(spec, m, n, k):
-    """Return the shape with the extents along lines of 16 bytes rounded up to whole ones."""
-    sizes = {"m": m, "n": n, "k": k}
-    for operand, across, along in ((spec.a, "m", "k"), (spec.b, "k", "n"), (spec.d, "m", "n")):
-        line = along if operand.major == "row" else across
-        step = 16 // operand.dtype.bytes if operand.aligned else 1
-        sizes[line] = -(-sizes[line] // step) * step
-    return sizes.values()
-
-
-def wanted(spec, x, w, inputs):
-    """Return D in float64. The CPU evaluates functions of FP64: on a GPU, PyTorch's hardswish divides in FP32."""
-    acc = exact(x, w, mma.math_of(spec.a.dtype))
-    if "up" in inputs:
-        return F.silu(acc) * exact(x, inputs["up"])
-    if not inputs:
-        return acc
-    if spec.epilogue == multiplied.requantised.graph:
-        return acc * inputs["scale"].double()[:, None] + inputs["bias"].double()
-    if "bias" not in inputs:
-        given = {name: value.cpu() for name, value in inputs.items()}
-        return reference.evaluate(spec.epilogue, acc.cpu(), given, torch.float64)["d"].cuda()
-    if len(inputs) == 1:
-        return (acc + inputs["bias"].double()).relu()
-    bias, scale, r = (inputs[name].double() for name in ("bias", "scale", "r"))
-    return F.gelu(acc * scale[:, None] + bias) + r
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_is_right(kernel):
-    spec = KERNELS[kernel]
-    shapes = SHAPES if spec.d.aligned else ODD
-    served = co.build(spec)
-    for m, n, k in (fitting(spec, *shape) for shape in shapes):
-        x, w, inputs = draw(spec, m, n, k)
-        found = served(x, w, **inputs)
-        d = wanted(spec, x, w, inputs)
-        if spec.epilogue.outputs[1:]:
-            found, row, column = found
-            assert oracle.error(row, d.sum(1)) <= max(SUMS, torch.finfo(found.dtype).eps)
-            assert oracle.error(column, d.amax(0)) <= max(SUMS, torch.finfo(found.dtype).eps)
-        if not found.dtype.is_floating_point:
-            assert_whole(found, d)
-        elif spec.a.dtype is i8 and not inputs:
-            assert torch.equal(found, d.float())  # every sum, rounded to FP32 once
-        else:
-            oracle.assert_within(found, d, oracle.SUMS[spec.a.dtype.name])
-
-
-def assert_whole(found, wanted):
-    """Require every sum, or values that were rounded to INT8 but for those nearly between two of its numbers."""
-    rounded = reference.rounded(wanted, found.dtype)
-    if found.dtype is torch.int32:
-        assert torch.equal(found, rounded)
-        return
-    others = (found.int() - rounded.int()).abs()
-    assert others.max() <= 1
-    assert (others > 0).double().mean() < 1e-3
-    assert found.numel() < 1000 or len(found.unique()) > 100
+    tensors.require_hopper()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -130,7 +32,7 @@ def test_a_call_is_right(call):
     found = op(x, w, **named)
     if not found.dtype.is_floating_point:
         scaled = acc * named["scale"].double()[:, None] + named["bias"].double() if "bias" in named else acc
-        assert_whole(found, scaled)
+        oracle.assert_within(found, scaled)
         return
     d = (acc + named["bias"].double()).relu()
     if found.dtype in (torch.float32, torch.float64):
@@ -154,11 +56,11 @@ def test_tf32_rounds_to_nearest(kernel):
     nothing |= {"r": torch.zeros(256, n, device="cuda")}
     found = co.build(spec)(x, one, **{i.name: nothing[i.name] for i in spec.epilogue.inputs})
     if spec.epilogue.inputs:
-        assert oracle.error(found.d[:, 0], F.gelu(reference.as_multiplied(x[:, 0], tf32).double())) <= 1e-3
+        assert oracle.error(found.d[:, 0], F.gelu(matrices.as_multiplied(x[:, 0], tf32).double())) <= 1e-3
         return
     found = found[:, :1]
     assert ((found - x[:, :1]).abs() <= 2.0**-11).all()
-    assert torch.equal(found, reference.as_multiplied(found, tf32))
+    assert torch.equal(found, matrices.as_multiplied(found, tf32))
 
 
 @pytest.mark.parametrize("kernel", ["i8-f32-wgmma-plain", "i8-mma_sync-f32-plain"])
@@ -204,36 +106,9 @@ COPIED = [name for name, spec in KERNELS.items() if spec.config.copies]
 @pytest.mark.parametrize("kernel", COPIED)
 def test_copies_are_of_what_was_written_just_before(kernel):
     """Launches overlap: a copy must not read what the kernel before it is still writing, nor overwrite what is read."""
-    spec, served, found = KERNELS[kernel], co.build(KERNELS[kernel]), []
-    source, w, inputs = draw(spec, 300, 264, 528)
-    x = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cuda")
-    factors = [1, -1, 0, 2] if source.dtype.is_floating_point else [1, -1, 0]
-    for step in range(20):
-        torch.mul(source, factors[step % len(factors)], out=x)
-        found.append(served(x, w, **inputs))
-    for step, d in enumerate(found):
-        torch.mul(source, factors[step % len(factors)], out=x)
-        torch.cuda.synchronize()
-        assert torch.equal(d, served(x, w, **inputs)), f"launch {step} differs"
-
-
-@pytest.mark.parametrize("kernel", ["tf32-copied-col-row", "i8-copied-row-row.align1"])
-def test_copies_are_a_part_of_prepared_launches_and_of_graphs(kernel):
-    served = co.build(KERNELS[kernel])
-    x, w, inputs = draw(KERNELS[kernel], 129, 264, 528)
-    d = torch.empty(129, 264, device="cuda")
-    launch = served.prepare_launch(x, w, **inputs, out=d)
-    served(x, w, **inputs)
-    graph, captured = torch.cuda.CUDAGraph(), torch.empty_like(d)
-    with torch.cuda.graph(graph):
-        served(x, w, **inputs, out=captured)
-    for factor in (1, -1, 0):
-        x.mul_(factor)
-        wanted = served(x, w, **inputs)
-        for out, run in ((d, launch), (captured, graph.replay)):
-            out.fill_(math.nan)
-            run()
-            assert torch.equal(out, wanted)
+    case = Case(KERNELS[kernel], *cases.fit(KERNELS[kernel], (300, 264, 528)))
+    factors = [1, -1, 0, 2] if case.a.dtype.is_floating_point else [1, -1, 0]
+    cases.check_written_just_before(case, factors)
 
 
 def test_a_call_says_what_it_copies_and_counts_it():
@@ -264,26 +139,20 @@ DIVIDED = [name for name in KERNELS if name.startswith("f64-stream_k")]
 
 
 @pytest.mark.parametrize("kernel", DIVIDED)
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 128, 4096), (31, 1000, 4095), (257, 300, 2049), (150, 4100, 33), (64, 64, 5)]
-)
-def test_blocks_that_share_a_tile_of_fp64_add_up_right_and_always_alike(kernel, m, n, k):
+@pytest.mark.parametrize("shape", [(1, 128, 4096), (31, 1000, 4095), (257, 300, 2049), (150, 4100, 33), (64, 64, 5)])
+def test_blocks_that_share_a_tile_of_fp64_add_up_right_and_always_alike(kernel, shape):
     """Several blocks add to a tile, in turn or in a step of its own, in FP64, in one order whatever runs beside."""
-    spec = KERNELS[kernel]
-    m, n, k = fitting(spec, m, n, k)
-    served = co.build(spec)
-    x, w, inputs = draw(spec, m, n, k)
-    found = served(x, w, **inputs)
-    oracle.assert_within(found, wanted(spec, x, w, inputs), DOUBLE_SUMS)
-    again = torch.full_like(found, math.nan)
+    case, served = check(KERNELS[kernel], shape), co.build(KERNELS[kernel])
+    found = case.out["d"].clone()
     for _ in range(5):
-        served(x, w, **inputs, out=again)
-        assert torch.equal(again, found)
+        case.refill()
+        served(*case.operands, out=case.out)
+        assert torch.equal(case.out["d"], found)
     # What FP32 would lose: sums of 1 and of parts that it does not have.
-    x.fill_(1)
-    w.fill_(1 + 2.0**-40)
-    exact_sums = wanted(spec, x, w, inputs)
-    oracle.assert_within(served(x, w, **inputs), exact_sums, DOUBLE_SUMS)
+    case.a.fill_(1)
+    case.b.fill_(1 + 2.0**-40)
+    served(*case.operands, out=case.out)
+    case.assert_right(case.wanted())
 
 
 def test_instructions_of_fp64_add_up_in_one_order():
@@ -316,15 +185,14 @@ def test_divided_sums_of_fp64_on_several_streams():
     """Each stream has flags of its own, which every launch leaves as it found them, whatever the problem."""
     spec = KERNELS[DIVIDED[0]]
     served, streams = co.build(spec), [torch.cuda.Stream() for _ in range(3)]
-    drawn = [draw(spec, *fitting(spec, *shape)) for shape in ((32, 4096, 4096), (7, 512, 8192), (300, 264, 1040))]
-    exact_d = [served(x, w, **inputs) for x, w, inputs in drawn]
+    drawn = [Case(spec, *shape).operands for shape in ((32, 4096, 4096), (7, 512, 8192), (300, 264, 1040))]
+    exact_d = [served(*operands) for operands in drawn]
     torch.cuda.synchronize()
     found = []
     for step in range(60):
         which = step % len(drawn)
-        x, w, inputs = drawn[which]
         with torch.cuda.stream(streams[step * 7 // 3 % len(streams)]):
-            found.append((which, served(x, w, **inputs)))
+            found.append((which, served(*drawn[which])))
     torch.cuda.synchronize()
     assert all(torch.equal(d, exact_d[which]) for which, d in found)
 
@@ -370,6 +238,6 @@ def test_a_scalar_on_the_device_is_refused():
 
 
 def test_a_kernel_says_which_operands_it_takes():
-    x, w, _ = draw(KERNELS["tf32-f32-wgmma-plain"], 64, 64, 64)
+    kernel, x, w = co.build(KERNELS["tf32-f32-wgmma-plain"]), multiplied.floats(64, 64), multiplied.floats(64, 64)
     with pytest.raises(ValueError, match="b must be col-major"):
-        co.build(KERNELS["tf32-f32-wgmma-plain"])(x, w.t().contiguous().t().contiguous())
+        kernel(x, w)

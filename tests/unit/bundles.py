@@ -11,8 +11,9 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.artifacts.manifest import Manifest
 from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base.checked_json import sealed
 from cutlass_ops.ship import packing, shipping
 
 SPECS = (sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16"))

@@ -4,8 +4,9 @@ from signatures import H100, signature
 
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Point, Table
-from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
 ODD = Problem(640, 4224, 4032)
@@ -20,9 +21,3 @@ def user_table(*measured, problem=ODD, of=None, device=H100.name):
     table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
     tables.update(tables.path_of(policies.env.tuning_dir(), device, of), table)
     policies.forget()
-
-
-def rows_of_a(config):
-    if isinstance(config, GemvConfig):
-        return config.rows
-    return config.threadblock.n if config.swap_ab else config.threadblock.m

@@ -1,6 +1,7 @@
 """A device that is made up: kernels check what they are given as real ones do, and compute in PyTorch on the CPU."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -10,17 +11,25 @@ from signatures import H100
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import Reason
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import i32
+from cutlass_ops.base.dtypes import i32, i64
 from cutlass_ops.base.session import Session
-from cutlass_ops.compilation.background import Background
+from cutlass_ops.compilation.background import Background, Wanted
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
-from cutlass_ops.run import call, groups, kernels, plan, serving
+from cutlass_ops.operand import call, groups
+from cutlass_ops.run import cold, kernels, plan
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tools import explaining
 
 # The name of a kernel's run in PyTorch's profiler.
 KERNEL = "a kernel of the made-up device"
+
+
+class Everything(set):
+    """A set that has all kernels."""
+
+    def __contains__(self, _):
+        return True
 
 
 @dataclass
@@ -30,18 +39,18 @@ class FakeDevice:
     device: object = H100
     loaded: dict = field(default_factory=dict)
     launches: list = field(default_factory=list)
-    queued: list = field(default_factory=list)
+    needed: list = field(default_factory=list)  # kernels that calls asked for, while PyTorch served
+    guessed: list = field(default_factory=list)  # kernels that other calls may need
     closed: bool = False
     repeats: bool = True  # whether kernels can prepare launches
     workspace: int = 0  # bytes that kernels need
     absent: set = field(default_factory=set)  # kernels that only a compiler has
-    noted: set = field(default_factory=set)  # kernels whose keys are known
-    remote: set = field(default_factory=set)  # absent ones that the remote store has
-    waiting: dict = field(default_factory=dict)
-    then: dict = field(default_factory=dict)
-    failed: dict = field(default_factory=dict)
+    wanted: dict = field(default_factory=dict)
+    failed: dict = field(default_factory=dict)  # kernels that cannot be compiled, and why
+    decides: bool = True  # whether what is left to another thread is done at once
+    undecided: list = field(default_factory=list)
     on_device: set = field(default_factory=set)  # kernels that the driver has loaded, each with the device
-    left: list = field(default_factory=list)  # what is left to a thread
+    session: Session | None = None
 
     def kernel(self, spec):
         return self.kernels([spec])[0]
@@ -49,18 +58,8 @@ class FakeDevice:
     def has(self, spec):
         return spec in self.loaded
 
-    def those(self, specs):
-        return self.loaded.keys() & specs
-
-    def found(self, spec):
-        return None if spec in self.absent else spec
-
-    def at_hand(self, spec, quickly=False):
-        unseen = spec in self.absent or (quickly and spec not in self.noted and spec not in self.loaded)
-        return None if unseen else self.kernel(spec)
-
     def take(self, spec, artifact, device):
-        assert artifact is spec
+        assert artifact == spec
         self.ready([spec], device)
 
     def ready(self, specs, device):
@@ -68,9 +67,6 @@ class FakeDevice:
         self.kernels(specs)
         self.on_device |= {(spec, device) for spec in specs}
         return len(specs)
-
-    def fetched(self, spec):
-        return self.kernel(spec) if spec in self.remote else None
 
     def origin(self, spec):
         return None if spec in self.absent else "compiled here"
@@ -86,28 +82,44 @@ class FakeDevice:
 
     @property
     def background(self):
-        """Queues what is added, and builds nothing until a test calls :meth:`built`."""
+        """Finds what is not absent, and builds nothing until a test calls :meth:`built`."""
         return SimpleNamespace(
-            add=self._add,
-            later=self.left.append,
-            when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
-            failure=self.failed.get,
-            pending=self.waiting.__contains__,
+            need=self._need,
+            needed=self.wanted.get,
+            guess=self._guess,
+            soon=lambda do: do() if self.decides else self.undecided.append(do),
         )
 
-    def _add(self, specs, first=False, then=None):
-        self.queued += (specs := list(specs))
-        if then is not None:
-            for spec in specs:
-                self.then.setdefault(spec, then)
+    def _need(self, spec, load):
+        self.needed.append(spec)
+        return self._want(spec, load)
+
+    def _guess(self, specs, load):
+        for spec in specs:
+            self.guessed.append(spec)
+            if spec in self.absent:
+                self._want(spec, lambda found, spec=spec: load(spec, found))
+
+    def _want(self, spec, load):
+        wanted = self.wanted.get(spec)
+        if wanted is None:
+            wanted = self.wanted[spec] = Wanted(load, True)
+        if wanted.done():
+            return wanted
+        wanted.looked.set()
+        if spec in self.failed:
+            wanted.set_exception(self.failed[spec])
+        elif spec not in self.absent:
+            self.built(spec)
+        return wanted
 
     def built(self, spec):
         """Have a kernel arrive from the background."""
         self.absent.discard(spec)
-        if spec in self.then:
-            self.then.pop(spec)(spec, spec)
-        for do in self.waiting.pop(spec, ()):
-            do(spec)
+        wanted = self.wanted.get(spec)
+        if wanted is not None and not wanted.done():
+            wanted.load(spec)
+            wanted.set_result(spec)
 
     def _kernel(self, spec):
         graph = spec.epilogue
@@ -125,9 +137,10 @@ class FakeDevice:
             return 0
 
         def launch(a, b, d, *rest):
-            if any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in (a, b, d, *rest)):
-                raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
-            inputs, others, (raster, swizzle, workspace) = rest[:count], rest[count:-3], rest[-3:]
+            *rest, raster, swizzle, workspace = rest
+            written = (d, *rest[count:])
+            a, b, d, *rest = map(_in_memory, (a, b, d, *rest))
+            inputs, others = rest[:count], rest[count:]
             if status := refused((a, b, d, *inputs, *others)):
                 return status
             offsets, inputs = inputs[: len(of_form)], inputs[len(of_form) :]
@@ -139,7 +152,7 @@ class FakeDevice:
                 math, form = mma.math_of(spec.a.dtype), groups.form_of_call(spec.form, a)
                 call.check_call(graph, a, b, named, out, None, offsets=given, math=math, form=form).run_reference()
             self.launches.append(
-                SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
+                SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=written)
             )
             return 0
 
@@ -152,9 +165,30 @@ class FakeDevice:
         return SimpleNamespace(launch=launch, prepare=prepare, workspace_size=lambda *_: self.workspace)
 
 
+def _in_memory(value):
+    """Return an argument as a kernel has it: a tensor's memory, whatever else PyTorch knows of it.
+
+    PyTorch's own exchange raises for those without any, in the words that a real kernel's caller sees.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    _exchange()(value)
+    lies = value.storage_offset(), value.shape, value.stride()
+    return torch.empty(0, dtype=value.dtype).set_(value.untyped_storage(), *lies)
+
+
+@functools.cache
+def _exchange():
+    return loader.as_exported(lambda _: None)
+
+
 def _refusal(tensor, operand, kind):
     if isinstance(tensor, float):
         return None
+    if isinstance(tensor, int):
+        return None if operand.dtype is i64 else Reason.KIND
+    if tensor.numel() and tensor.data_ptr() == 0:
+        return Reason.NULL
     if str(tensor.dtype) != f"torch.{operand.dtype.torch_name}":
         return Reason.DTYPE
     if kind in (*BLOCKS, Kind.BLOCKS_D):  # scales of blocks have any strides
@@ -170,13 +204,17 @@ def _refusal(tensor, operand, kind):
 
 
 @contextlib.contextmanager
-def fake_device(monkeypatch, device=H100):
-    """Have ops take CPU tensors for those of a device, and queue what they would compile in the background."""
-    fake = FakeDevice(device)
+def fake_device(monkeypatch, device=H100, again=None):
+    """Have ops take CPU tensors for those of a device, and queue what they would compile in the background.
+
+    With `again`, it is that device once more, with the kernels and the choices that it has.
+    """
+    fake = again or FakeDevice(device)
     monkeypatch.setattr(call.Call, "is_reference", False)
     monkeypatch.setattr(kernels.Kernel, "_require_device", lambda kernel, tensor: None)
-    for module in (serving, explaining):
+    for module in (cold, explaining):
         monkeypatch.setattr(module, "device_of", lambda _: fake.device)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    with Session({Registry: fake, Background: fake.background}).active():
+    fake.session = fake.session or Session({Registry: fake, Background: fake.background})
+    with fake.session.active():
         yield fake

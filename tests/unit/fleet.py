@@ -12,7 +12,9 @@ from pathlib import Path
 from cutlass_ops.base import env
 
 
-def name_store(patch, url: str, public: Path | None, private: Path | None = None, timeout: float = 5, wait: float = 20):
+def name_store(
+    patch, url: str, public: Path | None, private: Path | None = None, timeout: float = 60, wait: float = 600
+) -> None:
     """Set the variables of a remote store."""
     values = {
         env.REMOTE_STORE: url,

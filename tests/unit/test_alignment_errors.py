@@ -40,7 +40,7 @@ def test_a_copy_aligns_lines_of_a_whole_length(draw, name):
 
 def test_lines_of_another_length_are_padded():
     a, b = torch.zeros(M, K)[:, :250].to(E4M3), torch.randn(N, K).to(E4M3)[:, :250].t()
-    with pytest.raises(ValueError, match=r"^a is .*K=250 .*: pad K of a and b with zeros to a multiple of 16$"):
+    with pytest.raises(ValueError, match=r"^a is .*250.*: pad K of a and b with zeros to a multiple of 16$"):
         co.gemm(a, b)
 
 
@@ -51,21 +51,21 @@ def test_groups_say_what_helps(dtype, draw, by_columns):
     x, w = (torch.randn(M, 16)).to(dtype), torch.randn(2, N, 16).to(dtype).mT
     given = {"dtype": dtype, **({"by": 4} if draw is wide else {})}
     bad = draw(M, 16, **given)
-    with pytest.raises(ValueError, match=r"^x has shape .*: call x.clone\(\), whose lines do$"):
-        co.grouped_gemm(bad, w, ENDS)
-    co.grouped_gemm(bad.clone(), w, ENDS)
+    with pytest.raises(ValueError, match=r"^a is .*: call a.clone\(\), whose lines do$"):
+        co.gemm(bad, w, groups=co.Groups(ENDS))
+    co.gemm(bad.clone(), w, groups=co.Groups(ENDS))
     if dtype is E4M3 and not by_columns:
         return
     bad = draw(2, N, 16, **given).mT if by_columns else draw(2, 16, N, **given)
-    with pytest.raises(ValueError, match=r"^w has shape .*: call w.clone\(\), whose lines do$"):
-        co.grouped_gemm(x, bad, ENDS)
-    co.grouped_gemm(x, bad.clone(), ENDS)
+    with pytest.raises(ValueError, match=r"^b is .*: call b.clone\(\), whose lines do$"):
+        co.gemm(x, bad, groups=co.Groups(ENDS))
+    co.gemm(x, bad.clone(), groups=co.Groups(ENDS))
 
 
 def test_weights_of_experts_along_k_are_padded_along_k():
     x, w = wide(M, 12, dtype=BF16, by=4), torch.randn(2, N, 12).to(BF16).mT
-    with pytest.raises(ValueError, match=r"^w has shape .*: pad K of x and w with zeros to a multiple of 8$"):
-        co.grouped_gemm(x, w, ENDS)
+    with pytest.raises(ValueError, match=r"^b is .*: pad K of a and b with zeros to a multiple of 8$"):
+        co.gemm(x, w, groups=co.Groups(ENDS))
 
 
 def test_a_repeated_row_of_a_weight_is_not_made_row_major():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.run import groups
+from cutlass_ops.operand import groups
 
 BF16 = torch.bfloat16
 
@@ -77,15 +77,15 @@ def test_a_column_of_one_row_that_could_be_of_two_dimensions_is_refused():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, w, g: co.grouped_gemm(x, w.mT, None),
-        lambda x, w, g: co.grouped_gemm_wgrad(x, g, None),
-        lambda x, w, g: co.grouped_gemm_masked(x[None].expand(4, -1, -1).contiguous(), w.mT, None),
+        lambda x, w, g: co.gemm(x, w.mT, groups=co.Groups(None)),
+        lambda x, w, g: co.gemm(x.mT, g, groups=co.Groups(None)),
+        lambda x, w, g: co.gemm(x[None].expand(4, -1, -1).contiguous(), w.mT, groups=co.Groups(counts=None)),
     ],
     ids=["rows", "of a weight", "masked"],
 )
 def test_groups_without_ends_are_refused(call):
     x, w, gradient = normal(20, 16), normal(4, 24, 16), normal(20, 24)
-    with pytest.raises(TypeError, match=r"^(offsets|counts) must be a torch.Tensor, not NoneType"):
+    with pytest.raises(TypeError, match=r"^groups has neither offsets nor counts: pass"):
         call(x, w, gradient)
 
 
@@ -99,9 +99,14 @@ def test_groups_without_ends_are_refused(call):
 def test_advice_about_offsets_is_right(offsets, error, message):
     offsets = torch.tensor(offsets)
     with pytest.raises(error, match=re.escape(message)):
-        co.grouped_gemm(normal(20, 16), normal(4, 24, 16).mT, offsets if offsets.dtype == torch.bool else offsets.int())
+        co.gemm(
+            normal(20, 16),
+            normal(4, 24, 16).mT,
+            groups=co.Groups(offsets if offsets.dtype == torch.bool else offsets.int()),
+        )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_batches_may_be_dynamic_in_compiled_calls(dynamic):
     run = torch.compile(lambda a, b, row: co.gemm(a, b, epilogue=added, row=row), backend="eager", dynamic=dynamic)
@@ -110,12 +115,13 @@ def test_batches_may_be_dynamic_in_compiled_calls(dynamic):
         close(run(a, b, row), a.double() @ b.double() + row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_expected_rows_may_change_in_compiled_calls(dynamic):
     torch._dynamo.reset()  # the limit of compilations counts those of the other case
     x, w, counts = normal(4, 6, 16), normal(4, 24, 16), torch.tensor([1, 2, 3, 6], dtype=torch.int32)
     run = torch.compile(
-        lambda rows: co.grouped_gemm_masked(x, w.mT, counts, expected_rows=rows),
+        lambda rows: co.gemm(x, w.mT, groups=co.Groups(counts=counts, expected=rows)),
         fullgraph=True, backend="eager", dynamic=dynamic,
     )  # fmt: skip
     for rows in (3, 5, 0, 40, 100):
@@ -130,17 +136,17 @@ def test_a_trace_settles_expected_rows_as_an_eager_call_does(monkeypatch):
 
 def test_no_expected_rows_are_one_row():
     x, w, counts = normal(4, 6, 16), normal(4, 24, 16), torch.zeros(4, dtype=torch.int32)
-    assert co.grouped_gemm_masked(x, w.mT, counts, expected_rows=0).shape == (4, 6, 24)
-    with pytest.raises(ValueError, match=r"^expected_rows is -1: pass the rows"):
-        co.grouped_gemm_masked(x, w.mT, counts, expected_rows=-1)
+    assert co.gemm(x, w.mT, groups=co.Groups(counts=counts, expected=0)).shape == (4, 6, 24)
+    with pytest.raises(ValueError, match=r"^expected is -1: pass the rows"):
+        co.gemm(x, w.mT, groups=co.Groups(counts=counts, expected=-1))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda ends: co.grouped_gemm(normal(0, 16), normal(4, 24, 16).mT, ends),
-        lambda ends: co.grouped_gemm_masked(normal(4, 0, 16), normal(4, 24, 16).mT, ends),
-        lambda ends: co.grouped_gemm_wgrad(normal(0, 16), normal(0, 24), ends),
+        lambda ends: co.gemm(normal(0, 16), normal(4, 24, 16).mT, groups=co.Groups(ends)),
+        lambda ends: co.gemm(normal(4, 0, 16), normal(4, 24, 16).mT, groups=co.Groups(counts=ends)),
+        lambda ends: co.gemm(normal(0, 16).mT, normal(0, 24), groups=co.Groups(ends)),
     ],
     ids=["rows", "masked", "of a weight"],
 )

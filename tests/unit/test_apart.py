@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base.errors import CompileError, MissingKernelError
 from cutlass_ops.base.session import Session
-from cutlass_ops.compilation import apart, keys
-from cutlass_ops.compilation.apart import Apart
+from cutlass_ops.compilation import lookup
+from cutlass_ops.compilation.apart import Apart, Lost
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def process():
 
 def child(shell):
     """Return the process that a shell supervises, once that has begun."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         with contextlib.suppress(FileNotFoundError):  # of one that has ended meanwhile
             children = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
@@ -51,14 +49,16 @@ def child(shell):
 
 def build(process, spec):
     """Build, and find what was built."""
-    return process.build(spec, threading.Event())()
+    return lookup.with_key(spec, process.submit(spec, urgent=False).result(timeout=300))
 
 
 def pids(process):
     return [child(each._program._shell.pid) for each in process._processes.values()]
 
 
+@pytest.mark.slow
 def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "4")  # no two share a file
     first = build(process, sm80_spec(3))
     assert first.library.is_file()
     assert toolkit.compilations == 1
@@ -72,49 +72,7 @@ def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch)
     assert len(pids(process)) == 1
 
 
-def test_kernels_of_a_burst_are_looked_for_with_one_look_at_templates_and_compilers(toolkit, process, monkeypatch):
-    for stages in (2, 3):
-        build(process, sm80_spec(stages))
-    looks, situation, now = [], keys._situation, time.monotonic() + 3600
-    monkeypatch.setattr(keys, "_situation", lambda: looks.append(now) or situation())
-    monkeypatch.setattr(apart.time, "monotonic", lambda: now)
-    for stages in (2, 3, 2):
-        build(process, sm80_spec(stages))
-    assert len(looks) == 1
-    now += 2 * apart._BURST
-    build(process, sm80_spec(3))
-    assert len(looks) == 2
-
-
-def test_a_burst_ends_where_the_environment_changes(toolkit, process, monkeypatch):
-    monkeypatch.setattr(apart, "_BURST", 3600.0)
-    build(process, sm80_spec(2))
-    plain = build(process, sm80_spec(2))
-    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
-    assert build(process, sm80_spec(2)).key != plain.key
-
-
-def test_what_the_store_is_known_to_have_needs_no_process(toolkit, process):
-    first = build(process, sm80_spec(3))
-    another = Apart(Session())
-    assert build(another, sm80_spec(3)) == first
-    assert another._processes == {}
-    shutil.rmtree(first.folder)
-    assert build(another, sm80_spec(3)) == first
-    assert len(pids(another)) == 1
-    another.close()
-    assert toolkit.compilations == 2
-
-
-def test_what_was_removed_since_is_built_again(toolkit, process):
-    found = build(process, sm80_spec(3))
-    for file in found.folder.iterdir():
-        file.unlink()
-    found.folder.rmdir()
-    assert found.read_library()
-    assert toolkit.compilations == 2
-
-
+@pytest.mark.slow
 def test_its_errors_are_those_of_building_here(toolkit, process, monkeypatch):
     toolkit.does("echo no such register; exit 1")
     with pytest.raises(CompileError, match="no such register"):
@@ -126,71 +84,41 @@ def test_its_errors_are_those_of_building_here(toolkit, process, monkeypatch):
     assert len(pids(process)) == 2
 
 
-def test_it_needs_no_pytorch_and_gives_way(toolkit, process):
-    build(process, sm80_spec(3))
-    (pid,) = pids(process)
-    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
-    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-
-
-def test_if_it_is_lost_this_process_builds(toolkit, process, caplog):
-    toolkit.does("sleep 60")
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(build, process, sm80_spec(3))
-        while not pids(process) or not toolkit.compilations:
-            time.sleep(0.01)
-        toolkit.makes((toolkit.root / "library").read_bytes())
-        os.kill(*pids(process), 9)
-        assert asked.result().library.is_file()
-        assert "kernels are built in this process" in caplog.text
-        caplog.clear()
-        pool.submit(build, process, sm80_spec(2)).result()
-    assert "kernels are built in this process" not in caplog.text  # once said
-
-
-def test_a_program_that_only_embeds_python_builds_in_its_own_process(toolkit, process, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "executable", "/usr/bin/blender")
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def built_in_a_thread(process, spec):
-        assert build(process, spec).library.is_file()
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # that of its compilers as well
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(built_in_a_thread, process, sm80_spec(3)).result() == min(19, max(before, 10))
-    assert not process._processes
-    monkeypatch.setattr(sys, "executable", "/nowhere/python3")
-    other = Apart(Session())
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(built_in_a_thread, other, sm80_spec(2)).result()
-
-
+@pytest.mark.slow
 def test_closing_ends_it_and_its_compilers(toolkit, process):
-    toolkit.does('echo $$ > "$here/pid"; sleep 60')
-    cancel = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(process.build, sm80_spec(3), cancel)
-        while not (toolkit.root / "pid").exists():
-            time.sleep(0.01)
-        cancel.set()
-        process.close()
-        with pytest.raises(CancelledError):
-            asked.result()
+    toolkit.does('echo $$ > "$here/pid"; sleep 600')
+    asked = process.submit(sm80_spec(3), urgent=False)
+    while not (toolkit.root / "pid").exists():
+        time.sleep(0.01)
+    process.close()
+    with pytest.raises(Lost, match="it has ended"):
+        asked.result(timeout=300)
     compiler = int((toolkit.root / "pid").read_text())
     while os.path.exists(f"/proc/{compiler}"):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
+def test_if_it_is_killed_what_it_builds_is_lost(toolkit, process):
+    toolkit.does("sleep 600")
+    asked = process.submit(sm80_spec(3), urgent=True)
+    while not toolkit.compilations:
+        time.sleep(0.01)
+    os.kill(*pids(process), 9)
+    with pytest.raises(Lost, match="it has ended"):
+        asked.result(timeout=300)
+    with pytest.raises(Lost, match="it has ended"):
+        process.submit(sm80_spec(3), urgent=True).result(timeout=300)
+
+
 SCRIPT = """
-import os, sys, threading
+import os, sys
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
 from cutlass_ops.base.session import Session
-from cutlass_ops.compilation.apart import Apart
+from cutlass_ops.compilation.apart import Apart, Lost
 process = Apart(Session())
-threading.Thread(target=process.build, args=(sm80_spec(3), threading.Event()), daemon=True).start()
-while not process._processes:
-    pass
+process.submit(sm80_spec(3), urgent=True)
 (other,) = process._processes.values()
 print(other._program._shell.pid, flush=True)
 """
@@ -199,9 +127,9 @@ print(other._program._shell.pid, flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "killed while a fork of it holds the pipe"])
 def test_it_ends_with_this_process(toolkit, how):
-    toolkit.does("sleep 60")
-    fork = "\nif os.fork() == 0:\n    import time; time.sleep(60)\n" if "fork" in how else ""
-    script = WITHOUT_PYTORCH + SCRIPT + fork + "import time; time.sleep(60)"
+    toolkit.does("sleep 600")
+    fork = "\nif os.fork() == 0:\n    import time; time.sleep(600)\n" if "fork" in how else ""
+    script = WITHOUT_PYTORCH + SCRIPT + fork + "import time; time.sleep(600)"
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         while not toolkit.compilations:
@@ -211,7 +139,33 @@ def test_it_ends_with_this_process(toolkit, how):
             time.sleep(0.01)
 
 
-def test_what_prints_at_its_start_is_no_answer(toolkit, process, monkeypatch, caplog):
-    monkeypatch.setattr(apart, "_PROGRAM", "print('hello', flush=True)" + apart._PROGRAM)
-    build(process, sm80_spec(3))
-    assert caplog.text == ""
+# ---- Kernels that are asked for without waiting ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_needed_is_built_before_guesses(toolkit, process, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "1")
+    toolkit.makes((toolkit.root / "library").read_bytes(), before='until [ -f "$here/go" ]; do sleep 0.01; done; ')
+    order = []
+
+    def submit(stages, urgent):
+        found = process.submit(sm80_spec(stages), urgent=urgent)
+        found.add_done_callback(lambda _: order.append((stages, urgent)))
+        return found
+
+    first = submit(2, False)
+    while not toolkit.compilations:
+        time.sleep(0.01)
+    others = [submit(3, False), submit(4, False), submit(5, True)]
+    process.submit(sm80_spec(4), urgent=True)
+    (toolkit.root / "go").touch()
+    for each in (first, *others):
+        each.result(timeout=300)
+    assert [stages for stages, _ in order] == [2, 5, 4, 3]
+    assert toolkit.compilations == 3  # the two that are needed share a file
+
+
+def test_without_a_process_the_future_says_so(process, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/usr/bin/blender")
+    with pytest.raises(Lost, match="no Python interpreter"):
+        process.submit(sm80_spec(2), urgent=True).result()

@@ -1,192 +1,187 @@
-"""Kernels are compiled behind the caller's back: each once, failures left to whoever needs them, nothing at the end."""
+"""Kernels are found, compiled and loaded behind the caller's back: each once, what calls need first."""
 
-import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
-from fake_toolkit import sm80_spec
+from fake_toolkit import FakeToolkit, sm80_spec
 from processes import WITHOUT_PYTORCH
 
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.base.errors import CompileError, StoreError, ToolchainError
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import background as background_module
+from cutlass_ops.compilation import lookup
+from cutlass_ops.compilation.apart import Apart, Lost
 from cutlass_ops.compilation.background import Background
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
 
 
-@pytest.fixture
-def built():
-    return []
+class Compilers:
+    """Stand for the process apart: they build what they are given when a test says so."""
+
+    def __init__(self):
+        self.asked, self.futures = [], {}
+
+    def __call__(self, spec, needed):
+        self.asked.append((spec, needed))
+        return self.futures.setdefault(spec, Future())
+
+    def built(self, spec):
+        self.futures[spec].set_result(SimpleNamespace(spec=spec, where="here"))
 
 
 @pytest.fixture
-def background(built, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_JOBS", "2")
-    lock = threading.Lock()
-
-    def build(spec, cancel):
-        with lock:
-            built.append((spec, threading.current_thread().name))
-        time.sleep(0.01)
-        if spec == SPECS[1]:
-            raise RuntimeError("this one cannot be built")
-
-    return Background(Session(), build)
+def compilers():
+    return Compilers()
 
 
-def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
-    background.add(SPECS)
-    background.add(SPECS[::-1])
-    background.wait()
-    assert sorted(s.slug for s, _ in built) == sorted(s.slug for s in SPECS)
-    assert {name for _, name in built} == {"cutlass_ops_background"}
-    background.add([sm80_spec(2, "f16")])
-    background.wait()
-    assert len(built) == 5
+@pytest.fixture
+def stored(monkeypatch):
+    """What the store has."""
+    found = {}
+    monkeypatch.setattr(lookup, "recalled", found.get)
+    return found
 
 
-def test_what_a_wrong_variable_has_left_out_is_built_later(background, built, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_JOBS", "many")
-    with pytest.raises(ValueError, match="CUTLASS_OPS_JOBS"):
-        background.add(SPECS[:1])
-    assert not background.pending(SPECS[0])
-    monkeypatch.setenv("CUTLASS_OPS_JOBS", "1")
-    background.add(SPECS[:1])
-    background.wait()
-    assert [spec for spec, _ in built] == SPECS[:1]
+@pytest.fixture
+def background(compilers, stored):
+    session = Session({Bundles: SimpleNamespace(find=lambda spec: None)})
+    found = Background(session, compilers)
+    yield found
+    found._ends = True
 
 
-def test_threads_that_may_hold_the_interpreter_s_lock_give_way_to_nobody():
-    found = []
-
-    def nice(*_):
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return lambda: None
-
-    background = Background(Session(), nice)
-    background.add(SPECS[:1], then=nice)
-    background.wait()
-    assert found == [os.getpriority(os.PRIO_PROCESS, threading.get_native_id())] * 2
-
-
-def test_the_caller_does_not_wait():
-    go, in_time = threading.Event(), []
-    background = Background(Session(), lambda spec, cancel: in_time.append(go.wait(60)))
-    background.add(SPECS)
-    assert in_time == []
-    go.set()
-    background.wait()
-    assert in_time == [True] * len(SPECS)
+def test_a_kernel_is_compiled_once_and_loaded_once_for_all_who_need_it(background, compilers):
+    loaded = []
+    wanted = [background.need(SPECS[0], loaded.append) for _ in range(3)]
+    assert wanted[0].looked.wait(300)
+    assert loaded == []
+    compilers.built(SPECS[0])
+    assert wanted[0].result(300).spec == SPECS[0]
+    assert [each is wanted[0] for each in wanted] == [True] * 3
+    assert compilers.asked == [(SPECS[0], True)]
+    assert [each.spec for each in loaded] == SPECS[:1]
 
 
-def test_what_calls_left_is_done_in_turn_once_it_is_calm(caplog, monkeypatch):
-    monkeypatch.setattr(background_module, "_CALM", 1.0)
-    done = []
-    background = Background(Session(), lambda spec, cancel: lambda: spec)
-    begin = time.monotonic()
-    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
-    background.later(lambda: 1 / 0)
-    time.sleep(0.1)
-    assert done == []
-    background.later(lambda: done.append((threading.current_thread().name, time.monotonic())))
-    # Kernels do not wait for it.
-    background.add(SPECS[:1], then=lambda spec, artifact: done.append((spec, time.monotonic())))
-    background.wait()
-    (first, _), *others = done
-    assert first == SPECS[0]
-    assert [name for name, _ in others] == ["cutlass_ops_left"] * 2
-    assert all(at > begin + 1.1 for _, at in others)
-    assert "division by zero" in caplog.text
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (StoreError("no space is left"), 2),
+        (ToolchainError("ptxas was killed"), 2),
+        (OSError(28, "No space left on device"), 2),
+        (CompileError("error: x"), 1),
+    ],
+)
+def test_what_a_machine_lacks_for_a_while_is_not_held_against_a_kernel(compilers, monkeypatch, error, attempts):
+    now = [0.0]
+    monkeypatch.setattr(lookup, "recalled", lambda spec: None)
+    monkeypatch.setattr(background_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    background = Background(Session({Bundles: SimpleNamespace(find=lambda spec: None)}), compilers)
+    first = background.need(SPECS[0], print)
+    assert first.looked.wait(300)
+    compilers.futures.pop(SPECS[0]).set_exception(error)
+    assert first.exception(300) is error
+    for now[0] in (1.0, 59.0):
+        assert background.need(SPECS[0], print) is first
+    now[0] = 61.0
+    second = background.need(SPECS[0], print)
+    assert (second is first) == (attempts == 1)
+    assert second.looked.wait(300)
+    assert len(compilers.asked) == attempts
+    if attempts == 2:
+        compilers.built(SPECS[0])
+        assert second.result(300).spec == SPECS[0]
+    background._ends = True
 
 
-def test_what_calls_left_is_done_at_the_end_for_a_moment(monkeypatch):
-    monkeypatch.setattr(background_module, "_CALM", 60)
-    monkeypatch.setattr(background_module, "_AT_THE_END", 1.0)
-    done, released = [], threading.Event()
-    background = Background(Session(), lambda spec, cancel: lambda: spec)
-    background.later(lambda: done.append(1))
-    background.later(lambda: released.wait(60))
-    background.later(lambda: done.append(2))
-    threading.Timer(2 * background_module._AT_THE_END, released.set).start()
-    background.close()
-    background.later(lambda: done.append(3))
-    background.wait()
-    assert done == [1]
-
-
-def test_a_process_that_ends_soon_leaves_its_decisions_to_the_next(tmp_path):
-    code = """
-import sys
-sys.path.insert(0, "tests/unit")
-from signatures import H100, signature
-from cutlass_ops.choose import dispatch
-from cutlass_ops.compilation.background import Background
-from cutlass_ops.declare.problem import Problem
-decision = dispatch.decide(signature(), H100, Problem(100, 4096, 2560))
-print(decision.is_finished)
-Background.current().later(decision.finish)
-"""
-    given = os.environ | {"CUTLASS_OPS_CACHE_DIR": str(tmp_path / "store"), "CUTLASS_OPS_CHOICES": "1"}
-    run = [sys.executable, "-c", WITHOUT_PYTORCH + code]
-    assert [subprocess.check_output(run, text=True, env=given).strip() for _ in range(2)] == ["False", "True"]
-
-
-def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_JOBS", "2")
-    seen, cancelled = [], []
-
-    def build(spec, cancel):
-        seen.append(spec)
-        cancelled.append(cancel.wait(60))
-
-    background = Background(Session(), build)
-    background.add(SPECS)
-    while not seen:
+def test_what_the_store_has_is_loaded_without_a_compiler_also_while_others_are_compiled(background, compilers, stored):
+    background.guess(SPECS[1:], lambda spec, artifact: None)
+    while len(compilers.asked) < 3:
         time.sleep(0.001)
-    background.close()
-    background.add([sm80_spec(2, "f16")])
-    background.wait()
-    assert sm80_spec(2, "f16") not in seen
-    assert len(seen) < len(SPECS)
-    assert cancelled == [True] * len(seen)
+    stored[SPECS[0]] = SimpleNamespace(where="the store")
+    loaded = []
+    assert background.need(SPECS[0], loaded.append).result(300).where == "the store"
+    assert len(loaded) == 1
+    assert SPECS[0] not in [spec for spec, _ in compilers.asked]
+
+
+def test_a_guess_that_a_call_needs_later_is_compiled_before_the_others(background, compilers):
+    background.guess(SPECS, lambda spec, artifact: None)
+    while len(compilers.asked) < 4:
+        time.sleep(0.001)
+    assert compilers.asked == [(spec, False) for spec in SPECS]
+    wanted = background.need(SPECS[2], lambda artifact: None)
+    assert not background.wait(0, needed=True)
+    while len(compilers.asked) < 5:
+        time.sleep(0.001)
+    assert compilers.asked[-1] == (SPECS[2], True)
+    compilers.built(SPECS[2])
+    assert background.wait(300, needed=True)
+    assert wanted.done()
+    assert not background.wait(0.01)  # the guesses
+
+
+def test_a_failure_stops_nothing_and_is_remembered(background, compilers, caplog):
+    first, second = (background.need(spec, lambda artifact: None) for spec in SPECS[:2])
+    assert second.looked.wait(300)
+    compilers.futures[SPECS[0]].set_exception(CompileError("too complex"))
+    compilers.built(SPECS[1])
+    assert second.result(300)
+    assert str(first.exception(300)) == "too complex"
+    assert background.need(SPECS[0], lambda artifact: None) is first
+    assert "cannot be compiled in the background" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["no process", "removed since it was built"])
+@pytest.mark.usefixtures("session")
+def test_a_kernel_that_no_process_has_built_is_built_here(tmp_path, monkeypatch, lost):
+    kit = FakeToolkit(tmp_path / "kit")
+    for name, value in (("CACHE_DIR", tmp_path / "store"), ("NVCC", kit.nvcc)):
+        monkeypatch.setenv(f"CUTLASS_OPS_{name}", str(value))
+    monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
+    answer = Future()
+    answer.set_exception(Lost("it has ended")) if lost else answer.set_result("0" * 64)
+    monkeypatch.setattr(Apart, "submit", lambda apart, spec, urgent: answer)
+    loaded = []
+    assert Background.current().need(SPECS[0], loaded.append).result(300).spec == SPECS[0]
+    assert (len(loaded), kit.compilations) == (1, 1)
 
 
 def test_the_interpreter_ends_at_once():
     code = """
-import os, sys
+import sys
 sys.path.insert(0, "tests/unit")
-from fake_toolkit import sm80_spec
+from concurrent.futures import Future
+from fake_toolkit import FakeToolkit, sm80_spec
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
-def build(spec, cancel):
-    os.write(1, b"begun ")
-    os.write(1, b"cancelled " if cancel.wait(600) else b"waited ")
-background = Background(Session(), build)
-background.add([sm80_spec(2), sm80_spec(3)])
+background = Background(Session(), lambda spec, needed: Future())
+background.need(sm80_spec(2), lambda artifact: None)
+background.soon(lambda: None)
 """
-    said = subprocess.check_output([sys.executable, "-c", WITHOUT_PYTORCH + code], text=True).split()
-    assert "waited" not in said
+    subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH + code], check=True, timeout=300)
 
 
-def test_a_forked_process_has_threads_of_its_own(tmp_path):
+def test_a_forked_process_has_a_thread_of_its_own():
     code = """
 import os, sys
 sys.path.insert(0, "tests/unit")
-from fake_toolkit import sm80_spec
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
-built = []
-background = Background(Session(), lambda spec, cancel: built.append(spec))
-background.add([sm80_spec(2)])
+done = []
+background = Background(Session())
+background.soon(lambda: done.append(os.getpid()))
 background.wait()
 child = os.fork()
 if child == 0:
-    background.add([sm80_spec(3)])
+    background.soon(lambda: done.append(os.getpid()))
     background.wait()
-    os._exit(0 if built[-1] == sm80_spec(3) else 1)
+    os._exit(0 if done[-1] == os.getpid() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + code], check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + code], check=True, timeout=300)

@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from bundles import packed
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import A100, H100, signature
@@ -17,21 +16,16 @@ import cutlass_ops as co
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
-from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
+from cutlass_ops.base.errors import BundleError, MissingKernelError
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
-from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import serving
-from cutlass_ops.run.call import call_at
-from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.ship import packing, shipping
-from cutlass_ops.tools.explaining import explain_call
 
 LINEAR = shipping.Kernels(ops=("gemm_bias_relu",), archs=("sm_80",), shapes=("16,512x4096x4096", "64x4100x4096"))
 
@@ -85,6 +79,7 @@ def test_loaded_then_bundle_then_store_then_build(write, loads, tmp_path, monkey
     assert kit.compilations == 1
 
 
+@pytest.mark.slow
 def test_the_last_loaded_comes_first_then_the_environment_in_its_order(write, monkeypatch):
     paths = [write(name, 3, *more, data=library(*[HMMA] * count)) for name, more, count in (
         ("env1", [4], 1), ("env2", [4, 5], 2), ("first", [], 3), ("last", [], 4)
@@ -104,17 +99,11 @@ def test_a_bad_path_in_the_environment_is_an_error_when_a_kernel_is_asked_for(mo
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "none"))
     with pytest.raises(BundleError, match="none cannot be read"):
         Bundles.current().find(sm80_spec())
+    with pytest.raises(ValueError, match="the path of the bundle is empty"):  # it would be the current folder
+        co.load_bundle("")
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", "relative.bundle")
     with pytest.raises(ValueError, match="must be an absolute path"):
         Bundles.current().find(sm80_spec())
-
-
-def test_nothing_in_a_bundle_is_compiled_in_the_background(write, no_compiler):
-    co.load_bundle(write("a", 3))
-    background = Background.current()
-    assert background._build(sm80_spec(3), None)().spec == sm80_spec(3)
-    with pytest.raises(ToolchainError):
-        background._build(sm80_spec(4), None)
 
 
 # ---- What is said --------------------------------------------------------------------------------------------------
@@ -136,21 +125,6 @@ def test_a_missing_kernel_names_what_there_is(write, no_compiler, loads):
         Registry.current().kernel(other)
 
 
-def test_without_bundles_the_compilers_own_error_stands(no_compiler):
-    with pytest.raises(ToolchainError):
-        Registry.current().kernel(sm80_spec())
-
-
-def test_with_compilation_switched_off(write, monkeypatch, tmp_path, loads):
-    co.load_bundle(write("a", 3))
-    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "none"))
-    Registry.current().kernel(sm80_spec(3))
-    with pytest.raises(MissingKernelError, match="compilation is off"):
-        Registry.current().kernel(sm80_spec(4))
-    assert not (tmp_path / "none").exists()
-
-
 # ---- Which kernel --------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +140,7 @@ def linear(tmp_path):
     return tmp_path / "linear.bundle", contents
 
 
+@pytest.mark.slow
 def test_only_kernels_in_the_bundle_are_picked(linear):
     path, contents = linear
     usual = dispatch.specs(signature(), A100)
@@ -184,45 +159,12 @@ def test_only_kernels_in_the_bundle_are_picked(linear):
         assert dispatch.specs(signature(), A100) == usual
 
 
-def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_kernel(linear):
-    path, _ = linear
-    problems = [Problem(16, 4096, 4096), Problem(512, 4096, 4096)]
-    usual = [dispatch.choose(signature(), A100, p)[0] for p in problems]
-    co.load_bundle(path)
-    assert [dispatch.choose(signature(), A100, p)[0] for p in problems] == usual
-
-
-@pytest.mark.parametrize("problem", [Problem(16, 4096, 4096), Problem(100, 4096, 4096), Problem(100, 4096, 5000)])
-def test_an_explanation_agrees_with_the_choice(linear, problem):
-    co.load_bundle(linear[0])
-    found = explain_call("it", call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col"), A100)
-    spec, order = dispatch.choose(signature(), A100, problem)
-    assert found.served_by == spec.slug
-    assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
-    assert ("its bundle was made" in found.why) == (problem.k == 4096)
-
-
-def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
-    path, _ = linear
-    co.load_bundle(path)
-
-    def refuse(*_):
-        raise AssertionError("the model was asked")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "_policy", refuse)
-        assert dispatch.decide(signature(), A100, Problem(100, 4096, 4096)).peer is None
-        assert dispatch.choose(signature(), A100, Problem(100, 4096, 4096))
-        with pytest.raises(AssertionError, match="the model was asked"):
-            dispatch.choose(signature(), A100, Problem(100, 4096, 5000))
-
-
 def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch):
     spec = _with_bias_relu(sm80_spec())
     packed(tmp_path, [spec]).write(tmp_path / "a")
     co.load_bundle(tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "_policy", None)
+        patch.setattr(dispatch, "_weight", None)
         assert dispatch.choose(signature(), A100, Problem(100, 300, 500)) == (spec, TileOrder())
 
 
@@ -241,6 +183,7 @@ def _with_bias_relu(spec):
     return KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=builtin.bias_relu.graph, config=spec.config)
 
 
+@pytest.mark.slow
 def test_a_table_travels_along(tmp_path):
     """With a bundle's table the choice is by its measurements."""
     of = signature(builtin.bias_gelu)
@@ -259,33 +202,12 @@ def test_a_table_travels_along(tmp_path):
     assert set(policies.policy(of, A100).kernels) == {slow, fast}
 
 
-def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
-    """The whole way of a call, up to the launch."""
-    path, contents = linear
-    co.load_bundle(path)
-    asked = []
-    monkeypatch.setattr(serving, "device_of", lambda _: A100)
-    monkeypatch.setattr(serving, "make_plan", lambda name, spec, config, call: asked.append((spec, config)) or asked)
-    op = Op("gemm_bias_relu", builtin.bias_relu)
-    assert op._plan(call_at(op.graph, Problem(16, 4096, 4096), "bf16", "row", "col", torch.bfloat16))[0] is asked
-    ((spec, _),) = asked
-    assert spec in contents.specs
-    assert Bundles.current().find(spec)
-
-
-def test_a_choice_is_for_the_first_bundle_with_the_signature(linear, tmp_path):
-    path, _ = linear
-    first = co.load_bundle(path)
-    group = first.manifest.groups[0]
-    found = Bundles.current().choice(group.signature, (8, 0), Problem(16, group.choices[0].n, group.choices[0].k))
-    assert found == group.choices[0]
-    assert Bundles.current().choice(group.signature, (8, 0), Problem(16, 1, 1)) is None
-
-
 # ---- Where there is nothing but Python, PyTorch and tvm-ffi --------------------------------------------------------
 
 _BARE = """
-import builtins, sys
+import sys, tempfile
+
+tempfile.gettempdir()  # Python looks for that folder by writing into it
 
 FORBIDDEN = {"jinja2", "cutlass_library", "cuda", "typer", "rich", "cryptography"}
 
@@ -309,21 +231,21 @@ sys.addaudithook(
 import cutlass_ops as co
 from cutlass_ops.artifacts import loader
 
-loader._provide_cudart = lambda artifact: None
+loader._provide_cudart = lambda *_: None
 loaded = co.load_bundle(sys.argv[1])
 (kernel,) = loaded.kernels()
 print(co.registry.kernel(kernel.spec).describe()["threads"])
 try:
     spec = kernel.spec
     co.build(co.KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=spec.epilogue, config=spec.config))
-except co.MissingKernelError as exc:
+except co.errors.MissingKernelError as exc:
     print("no kernel for a f16.row" in str(exc))
 x = torch.ones(4, 8, dtype=torch.bfloat16)
 print(float(co.gemm(x, x.t()).sum()))
 spec = kernel.spec
 try:
     co.build(spec)(x, x.t())
-except co.NoDeviceError as exc:
+except co.errors.NoDeviceError as exc:
     print(exc)
 print(seen)
 """
@@ -364,11 +286,3 @@ def test_a_bundle_loads_where_nothing_is_installed_that_compiles(tmp_path):
     assert float(total) == 4 * 4 * 8
     assert "runs only on CUDA devices" in device
     assert json.loads(seen.replace("'", '"')) == []
-
-
-def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
-    packed(tmp_path).write(tmp_path / "mine")
-    packed(tmp_path).write(tmp_path / "folder", folder=True)
-    monkeypatch.chdir(tmp_path / "folder")
-    with pytest.raises(ValueError, match="the path of the bundle is empty"):
-        co.load_bundle("")

@@ -15,7 +15,7 @@ from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run.call import call_at
+from cutlass_ops.operand.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning
 
@@ -105,14 +105,6 @@ def test_what_a_process_sets_changes_no_choice(name, usual):
 
 
 @pytest.mark.slow
-def test_all_of_it_together_changes_none_either(usual):
-    with contextlib.ExitStack() as stack:
-        for enter in SURROUNDINGS.values():
-            stack.enter_context(enter())
-        found = asked()
-    assert found == usual
-
-
 def test_the_first_choice_of_a_process_may_be_made_under_any_default():
     """What is made at import, and what is kept from one choice to the next, is made there too."""
     script = """

@@ -1,5 +1,4 @@
 import os
-import struct
 import tempfile
 import zipfile
 from pathlib import Path
@@ -8,8 +7,8 @@ import pytest
 
 from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.container import open_container, write
+from cutlass_ops.base.disk import NotPrivateError, require_private
 from cutlass_ops.base.errors import BundleError
-from cutlass_ops.base.private import NotPrivateError, require_private
 
 A, B = (f"kernels/{c * 64}.so" for c in "ab")
 FILES = {"manifest.json": b"{}", A: b"first", B: b"", f"tables/{'c' * 64}.json": b"[]"}
@@ -64,25 +63,12 @@ def test_an_archive_is_replaced_and_a_folder_is_not(tmp_path):
         write(tmp_path / "b", FILES, folder=True)
 
 
-def test_what_is_opened_stays_what_it_was(tmp_path):
-    write(tmp_path / "a", FILES)
-    found = open_container(tmp_path / "a")
-    write(tmp_path / "a", {**FILES, A: b"other"})
-    assert found.read(A) == b"first"
-
-
 def test_descriptors_are_closed(made):
     before = set(os.listdir("/proc/self/fd"))
     found = open_container(made)
     found.read(A)
     del found
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "kernels/../manifest.json", "kernels/x.so", "a\0b", "x" * 200])
-def test_no_other_names_are_written(tmp_path, name):
-    with pytest.raises(ValueError, match="a bundle cannot have a file named"):
-        write(tmp_path / "a", {name: b""})
 
 
 def test_others_may_not_write_it(made):
@@ -143,11 +129,6 @@ def test_another_users_is_refused():
                 os.seteuid(0)
 
 
-def test_what_is_not_there(tmp_path):
-    with pytest.raises(BundleError, match="cannot be read: No such file"):
-        open_container(tmp_path / "none")
-
-
 # ---- Archives that this library did not write ----------------------------------------------------------------------
 
 
@@ -190,41 +171,6 @@ def test_a_comment_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a", "a") as archive:
         archive.comment = b"hello"
     with pytest.raises(BundleError, match="does not end like a ZIP file"):
-        open_container(tmp_path / "a")
-
-
-def test_any_byte_in_front_behind_or_missing_is_refused(tmp_path):
-    write(tmp_path / "a", FILES)
-    data = (tmp_path / "a").read_bytes()
-    for wrong in (b"x" + data, data + b"x", *(data[:n] for n in range(len(data)))):
-        (tmp_path / "b").write_bytes(wrong)
-        with pytest.raises(BundleError):
-            open_container(tmp_path / "b")
-
-
-def test_no_changed_byte_goes_unseen_but_in_contents(tmp_path):
-    """Contents have digests in the manifest; everything around them is compared here."""
-    write(tmp_path / "a", FILES)
-    data = bytearray((tmp_path / "a").read_bytes())
-    contents = {name: data.index(text) for name, text in FILES.items() if text}
-    inside = {at + i for name, at in contents.items() for i in range(len(FILES[name]))}
-    for at in set(range(len(data))) - inside:
-        data[at] ^= 0xFF
-        (tmp_path / "b").write_bytes(data)
-        with pytest.raises(BundleError):
-            _read_all(tmp_path / "b")
-        data[at] ^= 0xFF
-
-
-def _read_all(path):
-    found = open_container(path)
-    return [found.read(name) for name in FILES]
-
-
-def test_a_huge_count_costs_nothing(tmp_path):
-    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 65535, 65535, 0xFFFFFFF0, 0, 0)
-    (tmp_path / "a").write_bytes(end)
-    with pytest.raises(BundleError, match="its directory of 65535 files"):
         open_container(tmp_path / "a")
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.base import tensor_cores
 from cutlass_ops.base.mma import MMAS
-from cutlass_ops.base.tensor_cores import ARCHITECTURES, INSTRUCTIONS, instructions
-from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT, UNSEEN = (
@@ -36,74 +35,46 @@ def _predicted(row):
 # ---- The legality rules ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mma", MMAS, ids=lambda mma: f"{mma.a}-{mma.b}")
 @pytest.mark.parametrize("majors", [("row", "col"), ("row", "row"), ("col", "row"), ("col", "col")], ids="-".join)
 @pytest.mark.parametrize("alignments", [(16, 16), (8, 16), (16, 4), (2, 2)], ids=str)
 def test_it_says_what_the_rules_of_our_kernels_say(mma, majors, alignments):
     a, b = (
-        f"{t}.{major}.align{max(size // t.bytes, 1)}"
+        f"{t}.{major}.align{max(t.count_in(size), 1)}"
         for t, major, size in zip((mma.a, mma.b), majors, alignments, strict=True)
     )
     said = co.contract(a, b, **SIZES, arch="sm_90")
-    if not mma.wgmma_opcode:
+    unit = mma.by_tma
+    if unit is None:
         assert said.family == "mma.sync"
         return
-    config = Sm90Config(ThreadblockShape(128, 128, 128 // mma.a.bytes))
+    config = Sm90Config(ThreadblockShape(128, 128, mma.a.count_in(128)))
     spec = co.KernelSpec(a=a, b=b, d="bf16.row", epilogue=builtin.identity, config=config)
     broken = {violation.rule for violation in co.check(spec)}
     # Rules of one kind of kernel with others, such as of `realign`, are no matter of the instruction.
     assert broken & {"tma_alignment", "operand_majors", "operand_dtypes"} == {each.name for each in said.violated}
     assert (said.family == "wgmma") == (not broken)
     if said.family == "wgmma":
-        assert said.opcode == mma.wgmma_opcode
-
-
-@pytest.mark.parametrize("mma", MMAS, ids=lambda mma: f"{mma.a}-{mma.b}")
-@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90"])
-def test_mma_sync_is_what_kernels_for_ampere_use(mma, target):
-    spec = co.KernelSpec(
-        a=f"{mma.a}.row", b=f"{mma.b}.col", d="bf16.row", epilogue=builtin.identity, target=target,
-        config=Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=3),
-    )  # fmt: skip
-    # What sm_86 executes of FP64's instruction is no unit of matrices.
-    if not co.check(spec) and (mma.a.name != "f64" or target != "sm_86"):
-        assert instructions(*_types(mma), ARCHITECTURES[target])["mma.sync"].opcode == mma.opcode
-
-
-def _types(mma):
-    return tuple("tf32" if t.name == "tf32x3" else t.name for t in (mma.a, mma.b))
-
-
-def test_no_row_of_ours_is_missing_or_has_a_rival():
-    for mma in MMAS:
-        mine = [i for i in INSTRUCTIONS if (i.a, i.b) == _types(mma)]
-        assert {i.opcode for i in mine} >= {mma.opcode, mma.wgmma_opcode} - {""}
-        for name in ("wgmma", "mma.sync"):
-            assert len({i.rate for i in mine if i.family == name}) <= 1
+        assert said.opcode == unit.opcode
 
 
 # ---- What Triton compiled -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-def test_forty_kernels_of_each_architecture_were_compiled(arch):
-    mine = [row for row in RESULT["rows"] if row["arch"] == arch]
-    assert len(mine) >= 40
-    assert sum(row["agrees"] for row in mine) == RESULT["summary"][arch]["agree"]
-    assert len({row["compiled"] for row in mine}) >= 3
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['arch']}-{r['dtype']}-{r['block']}-{r['warps']}")
-def test_it_says_what_triton_compiled(row):
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("arch", sorted({row["arch"] for row in ROWS}))
+def test_it_says_what_triton_compiled(arch):
     """The record is from ``benchmarks/contract_triton.py``; a change of the rules must not lose what agreed."""
-    said = _predicted(row)
-    if row["agrees"]:
-        assert {said.opcode} - {""} == set(row["opcodes"])
-        assert said.instruction == row["predicted"]
-        if row["fits"]:
-            assert said.family == row["compiled"]
-    if row["fits"] == row["fits_predicted"]:
-        assert (said.instruction != "does not launch") == row["fits"]
+    for row in (row for row in ROWS if row["arch"] == arch):
+        said = _predicted(row)
+        if row["agrees"]:
+            assert {said.opcode} - {""} == set(row["opcodes"]), row
+            assert said.instruction == row["predicted"], row
+            if row["fits"]:
+                assert said.family == row["compiled"], row
+        if row["fits"] == row["fits_predicted"]:
+            assert (said.instruction != "does not launch") == row["fits"], row
 
 
 def test_tiles_that_are_said_to_spill_do():
@@ -168,14 +139,6 @@ def test_the_changes_that_it_names_mend_the_call(name):
     assert (mended.peak_fraction or 0) >= (said.peak_fraction or 0)
 
 
-def test_the_examples_of_the_issue():
-    padded = co.contract("bf16", "bf16", m=4096, n=4096, k=4100, arch="sm_90").violated[0]
-    assert (padded.name, padded.remedy, padded.change) == ("tma_alignment", "pad K to 4104", {"k": 4104})
-    fp32 = co.contract("f32", "f32", **SIZES, arch="sm_90")
-    assert (fp32.family, fp32.tensor_cores) == ("none", False)
-    assert "allow TF32" in fp32.violated[0].remedy
-
-
 # ---- Numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -211,12 +174,6 @@ def test_padding_counts_and_rows_and_columns_may_be_swapped():
     assert [each.name for each in triton.violated] == ["edges"]
 
 
-def test_an_architecture_without_a_known_chip_has_no_roofline():
-    said = co.contract("f16", "f16", **SIZES, arch="sm_75")
-    assert (said.roofline, said.chip, said.instruction) == (None, "", "mma.sync m16n8k8")
-    assert "limit" not in str(said)
-
-
 # ---- Tensors --------------------------------------------------------------------------------------------------------
 
 
@@ -228,12 +185,6 @@ def test_tensors_say_their_types_majors_and_alignment():
     view = co.contract(a[:, 1:97], weight[:, :96].t(), arch="sm_90")
     assert (view.a, view.family) == ("bf16.row.align1", "mma.sync")
     assert "store a at an address" in view.violated[0].remedy
-
-
-def test_a_view_with_an_odd_leading_dimension_is_not_told_to_pad_its_extent():
-    a = torch.ones(64, 100).bfloat16()[:, :96]
-    said = co.contract(a, torch.ones(96, 64).bfloat16(), arch="sm_90")
-    assert said.violated[0].remedy.startswith("store a at an address and with a leading dimension")
 
 
 @pytest.mark.parametrize(("setting", "family"), [("highest", "none"), ("high", "mma.sync")])
@@ -308,17 +259,4 @@ def test_names_of_architectures(name):
     assert said.chip == {"H200": "NVIDIA H200", "sm_100f": ""}.get(name, "NVIDIA H100 80GB HBM3")
 
 
-def test_the_texts_of_types():
-    assert {tensor_cores.element(name) for name in ("torch.float64", "double", "fp64")} == {"f64"}
-    assert co.contract("tf32", "tf32", **SIZES, arch="sm_90").instruction == "wgmma m64nNk8"
-
-
 # ---- The command ----------------------------------------------------------------------------------------------------
-
-
-def test_json_has_every_condition():
-    said = co.contract("bf16", "bf16", m=4096, n=4096, k=4100, arch="sm_90")
-    found = json.loads(json.dumps(said.to_json()))
-    assert [c["name"] for c in found["conditions"]] == [c.name for c in said.conditions]
-    assert (found["kept"], found["bound"], found["peak_fraction"]) == (False, "compute", 0.63)
-    assert repr(said).startswith("<contract of bf16.row.align4 by bf16.col.align4, 4096x4096x4100 on sm_90")

@@ -13,7 +13,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.ship import shipping
 from cutlass_ops.tools import cli
-from cutlass_ops.tools.cli import exits
+from cutlass_ops.tools.cli import options
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -61,7 +61,7 @@ def test_every_command_is_in_the_table_with_its_own_options():
 
 def test_exit_codes_are_those_of_the_command_line():
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", DEPLOYMENT, re.MULTILINE)}
-    assert documented == {0, 1, *exits.EXIT_CODES.values(), exits.WRONG_USAGE, exits.INTERRUPTED}
+    assert documented == {0, 1, *options.EXIT_CODES.values(), options.WRONG_USAGE, options.INTERRUPTED}
     for code in documented:
         assert re.search(rf"\b{code} [a-z]", cli.__doc__)
 
@@ -81,16 +81,3 @@ def test_the_catalogues_are_read_as_they_stand_there(tmp_path):
     (tmp_path / "catalogue.py").write_text(_block("python"))
     found = shipping.load(str(tmp_path / "catalogue.py"))
     assert found.kernels[0].weights == ("6144x4096",)
-
-
-def test_sizes_of_distributions_are_the_measured_ones():
-    found = json.loads((ROOT / "benchmarks" / "results" / "pool_sizes.json").read_text())
-    assert f"{found['date']} ([all numbers](../benchmarks/results/pool_sizes.json))" in DEPLOYMENT
-    assert f"mean size of {found['sample']} kernels" in DEPLOYMENT
-    rows = re.findall(r"^\| `cutlass-ops-kernels-(\w+)` \| (\d)% \|(.*) \|$", DEPLOYMENT, re.MULTILINE)
-    assert len(rows) == 8
-    for arch, behind, numbers in rows:
-        measured = found["architectures"][arch.replace("sm", "sm_")]["rows"]
-        (row,) = (r for r in measured if round(100 * r["behind"]) == int(behind))
-        shown = [str(row[name]) for name in ("kernels", "compressed_mb", "installed_mb")] + [f"{row['mean']:.2%}"]
-        assert numbers.replace(" ", "").split("|") == shown

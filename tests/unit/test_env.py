@@ -1,3 +1,5 @@
+"""Environment variables, and where the library's own files are."""
+
 import os
 from pathlib import Path
 
@@ -5,55 +7,55 @@ import pytest
 
 from cutlass_ops.base import env, resources
 
+HOME = "/home/someone"
+
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
     for variable in env.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setenv("HOME", HOME)
 
 
-def test_defaults(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert env.cache_dir() == Path("/home/someone/.cache/cutlass_ops")
-    assert env.jit_enabled()
-    assert env.nvcc() is None
-    assert env.cuda_homes() == ()
-    assert env.host_compiler() is None
-    assert env.cutlass_dir() is None
-    assert env.jobs() == len(os.sched_getaffinity(0))
-    assert env.progress() is None
-    assert not env.lineinfo_enabled()
-    assert not env.nvtx_enabled()
-    assert env.cache_size() == 2_000_000_000
-    assert env.executor_timeout() == 1800
+@pytest.mark.parametrize(
+    ("read", "name", "values"),
+    [
+        (env.jit_enabled, "CUTLASS_OPS_JIT", {"": True, "0": False, "1": True}),
+        (env.stand_in, "CUTLASS_OPS_STAND_IN", {"": True, "0": False, "1": True}),
+        (env.remembers_choices, "CUTLASS_OPS_CHOICES", {"": True, "0": False, "1": True}),
+        (env.lineinfo_enabled, "CUTLASS_OPS_LINEINFO", {"": False, "0": False, "1": True}),
+        (env.nvtx_enabled, "CUTLASS_OPS_NVTX", {"": False, "0": False, "1": True}),
+        (env.progress, "CUTLASS_OPS_PROGRESS", {"": None, "0": False, "1": True, "auto": None}),
+        (env.jobs, "CUTLASS_OPS_JOBS", {"": len(os.sched_getaffinity(0)), "7": 7}),
+        (env.nvcc, "CUTLASS_OPS_NVCC", {"": None, "/bin/nvcc": Path("/bin/nvcc")}),
+        (env.cutlass_dir, "CUTLASS_OPS_CUTLASS_DIR", {"": None, "~": Path(HOME)}),
+        (env.host_compiler, "NVCC_CCBIN", {"": None, "g++": "g++"}),
+        (env.cache_size, "CUTLASS_OPS_CACHE_SIZE", {"": 2_000_000_000, "none": None, "1KB": 1000}),
+        (env.executor_timeout, "CUTLASS_OPS_EXECUTOR_TIMEOUT", {"": 1800, "2.5": 2.5}),
+        (env.cuda_homes, "CUDA_HOME", {"": (), "/a": (("CUDA_HOME", Path("/a")),)}),
+    ],
+)
+def test_values_and_defaults_are_read_at_each_call(monkeypatch, read, name, values):
+    assert read() == values[""]
+    for text, value in values.items():
+        monkeypatch.setenv(name, text)
+        assert read() == value
 
 
-def test_values_are_read_at_each_call(monkeypatch):
-    for text, value in (("0", False), ("1", True), ("", True)):
-        monkeypatch.setenv("CUTLASS_OPS_JIT", text)
-        assert env.jit_enabled() is value
-    for text, value in (("0", False), ("1", True), ("auto", None), ("", None)):
-        monkeypatch.setenv("CUTLASS_OPS_PROGRESS", text)
-        assert env.progress() is value
-    for name, read in (("CUTLASS_OPS_LINEINFO", env.lineinfo_enabled), ("CUTLASS_OPS_NVTX", env.nvtx_enabled)):
-        for text, value in (("0", False), ("1", True), ("", False)):
-            monkeypatch.setenv(name, text)
-            assert read() is value
-    monkeypatch.setenv("CUTLASS_OPS_JOBS", "7")
-    assert env.jobs() == 7
+def test_cuda_home_comes_before_cuda_path(monkeypatch):
     monkeypatch.setenv("CUDA_PATH", "/b")
     monkeypatch.setenv("CUDA_HOME", "/a")
     assert env.cuda_homes() == (("CUDA_HOME", Path("/a")), ("CUDA_PATH", Path("/b")))
 
 
 def test_cache_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
+    assert env.cache_dir() == Path(HOME, ".cache/cutlass_ops")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert env.cache_dir() == Path("/home/someone/.cache/cutlass_ops")
+    assert env.cache_dir() == Path(HOME, ".cache/cutlass_ops")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert env.cache_dir() == Path("/xdg/cutlass_ops")
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", "~/kernels")
-    assert env.cache_dir() == Path("/home/someone/kernels")
+    assert env.cache_dir() == Path(HOME, "kernels")
 
 
 def test_no_home_folder(monkeypatch):
@@ -71,6 +73,7 @@ def test_no_home_folder(monkeypatch):
         ("CUTLASS_OPS_CACHE_DIR", env.cache_dir, "here"),
         ("CUTLASS_OPS_JIT", env.jit_enabled, "yes"),
         ("CUTLASS_OPS_NVCC", env.nvcc, "nvcc"),
+        ("CUTLASS_OPS_NVCC", env.nvcc, "~nobody-of-this-name/nvcc"),
         ("CUTLASS_OPS_CUTLASS_DIR", env.cutlass_dir, "./cutlass"),
         ("CUTLASS_OPS_JOBS", env.jobs, "0"),
         ("CUTLASS_OPS_JOBS", env.jobs, "-2"),
@@ -102,11 +105,10 @@ def test_thousands_of_digits_are_a_mistake_in_our_words(monkeypatch, read):
     assert len(str(error.value)) < 200
 
 
-def test_every_variable_is_documented():
-    assert all(v.name and v.default and v.doc for v in env.VARIABLES)
-
-
 def test_resources_in_a_checkout_and_in_a_wheel(monkeypatch, tmp_path):
+    assert list(resources.templates().glob("*.j2"))
+    assert list(resources.include().rglob("*.h"))
+    assert resources.generated().is_dir()
     package = tmp_path / "cutlass_ops"
     package.mkdir()
     (tmp_path / "templates").mkdir()
@@ -117,9 +119,3 @@ def test_resources_in_a_checkout_and_in_a_wheel(monkeypatch, tmp_path):
     assert resources.templates() == tmp_path / "templates"
     (package / "_data" / "templates").mkdir(parents=True)
     assert resources.include() == package / "_data" / "templates" / "include"
-
-
-def test_resources_of_this_installation():
-    assert list(resources.templates().glob("*.j2"))
-    assert list(resources.include().rglob("*.h"))
-    assert resources.generated().is_dir()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_NODES, MAX_OUTPUTS, Graph, canonical, validate
+from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_NODES, MAX_OUTPUTS, Graph, canonical
 from cutlass_ops.epilogue.names import CPP_KEYWORDS, IN_KERNELS, RESERVED, check_name, is_plain
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, Type
@@ -46,6 +46,7 @@ def test_json_round_trip(drawn):
     assert again.to_json() == graph.to_json()
 
 
+@pytest.mark.slow
 @given(epilogues(), st.randoms(use_true_random=False))
 @PATIENT
 def test_canonical_form_does_not_depend_on_the_order_of_nodes(drawn, random):
@@ -90,50 +91,34 @@ def test_constants_are_compared_by_their_bits(left, right, equal):
     assert len({one, two}) == (1 if equal else 2)
 
 
-def test_the_example_is_valid():
-    graph = Graph.from_json(BIAS_RELU)
-    assert graph.inputs == (Input("bias", Kind.ROW),)
-    assert graph.outputs == (Output("d", 3), Output("total", 2, Kind.COL, "sum"))
-    validate(graph)
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
         (("nodes", 2, 0), "system", "unknown operation"),
-        (("nodes", 2, 0), None, "unknown operation"),
         (("nodes", 2, 0), ["add"], "unknown operation"),
         (("nodes", 2, 1), [0], "takes 2 arguments"),
-        (("nodes", 2, 1), [0, 1, 1], "takes 2 arguments"),
         (("nodes", 2, 1), "01", "takes 2 arguments"),
-        (("nodes", 2, 1), None, "takes 2 arguments"),
         (("nodes", 0, 1), [0], "takes 0 arguments"),
         (("nodes", 2, 1), [0, 2], "earlier nodes"),
-        (("nodes", 2, 1), [0, 9], "earlier nodes"),
         (("nodes", 2, 1), [0, -1], "earlier nodes"),
         (("nodes", 2, 1), [0, True], "earlier nodes"),
-        (("nodes", 2, 1), [0, 1.0], "earlier nodes"),
-        (("nodes", 2, 1), [0, [1]], "earlier nodes"),
         (("nodes", 2, 1), [0, 10**400], "earlier nodes"),
         (("nodes", 2, 2), "bf16", "is not an attribute for add"),
         (("nodes", 0, 2), 1, "is not an attribute for acc"),
         (("nodes", 1, 2), "other", "is not an attribute for input"),
-        (("nodes", 1, 2), None, "is not an attribute for input"),
-        (("nodes", 3), ["cast", [2], None], "is not an attribute for cast"),
+        (("nodes", 1), ["mean_of_a", [0], None], "takes 0 arguments"),
+        (("nodes", 1), ["mean_square_of_a", [], "bias"], "is not an attribute for mean_square_of_a"),
         (("nodes", 3), ["cast", [2], "f32"], "is not an attribute for cast"),
         (("nodes", 3), ["cast", [2], "float>(x); //"], "is not an attribute for cast"),
         (("nodes", 1), ["const", [], 0.5], "float.hex"),
-        (("nodes", 1), ["const", [], "0.5"], "float.hex"),
         (("nodes", 1), ["const", [], "0x1p-1"], "float.hex"),
-        (("nodes", 1), ["const", [], "NaN"], "float.hex"),
         (("nodes", 1), ["const", [], "-nan"], "float.hex"),
         (("nodes", 1), ["const", [], "0x1p+99999"], "float.hex"),
         (("nodes", 1), ["const", [], "1" * 100_000], "float.hex"),
         (("nodes", 1), ["const", [], (0.1).hex()], "is not an attribute for const"),
-        (("nodes", 1), ["const", [], (1e300).hex()], "is not an attribute for const"),
         (("nodes", 1), ["const", [], (0.5).hex()], "does not depend|no output depends on the input bias"),
         (("nodes", 3), ["relu", [2]], "lists of 3 values"),
-        (("nodes", 3), "relu", "lists of 3 values"),
         (("nodes",), {"0": []}, "lists of 3 values"),
         (("nodes",), [], "is not the index of a node"),
         (("nodes", 2, 1), [1, 0], "not canonical"),
@@ -142,26 +127,20 @@ def test_the_example_is_valid():
         (("inputs",), [["bias", "row"], ["bias", "row"]], "taken"),
         (("inputs", 0, 1), "diagonal", "unknown kind"),
         (("inputs", 0, 1), ["row"], "unknown kind"),
-        (("inputs", 0, 1), "ROW", "unknown kind"),
         (("inputs", 0, 0), "x; system()", "ASCII letters"),
         (("inputs", 0, 0), 7, "not a string"),
-        (("inputs", 0, 0), None, "not a string"),
         (("inputs", 0), ["bias", "row", 1], "lists of 2 values"),
         (("outputs",), [], "first output is 'd'"),
         (("outputs", 0, 0), "y", "first output is 'd'"),
-        (("outputs", 0, 0), ["d"], "first output is 'd'"),
         (("outputs", 0, 1), 4, "is not the index of a node"),
-        (("outputs", 0, 1), -1, "is not the index of a node"),
         (("outputs", 0, 1), True, "is not the index of a node"),
         (("outputs", 0, 2), "row", "must be a tile"),
         (("outputs", 0), ["d", 3, "col", "sum"], "cannot be a reduction"),
         (("outputs", 1, 0), "bias", "taken"),
         (("outputs", 1, 0), "d", "taken"),
         (("outputs", 1, 2), "tile", "a row or a column"),
-        (("outputs", 1, 2), "scalar", "a row or a column"),
         (("outputs", 1, 3), "mean", "unknown reduction"),
         (("outputs", 1, 3), ["sum"], "unknown reduction"),
-        (("outputs", 1, 3), 0, "unknown reduction"),
     ],
 )
 def test_malformed_graphs_are_refused(path, value, reason):
@@ -186,6 +165,10 @@ def scaled(acc, eps: Scalar):
     return acc * functions.rsqrt(functions.mean_square_of_a() + eps)
 
 
+def shifted(acc, pre: Row):
+    return acc + pre
+
+
 def gated(acc, up: Product):
     return functions.silu(acc) * up
 
@@ -206,19 +189,6 @@ def test_gathered_values_are_leaves_named_in_the_tables_order():
     assert traced(with_bias).gathered == ()
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
     assert ["mean_of_a", [], None] in graph.to_json()["nodes"]
-
-
-@pytest.mark.parametrize(
-    ("node", "reason"),
-    [
-        (["mean_of_a", [0], None], "takes 0 arguments"),
-        (["mean_square_of_a", [], "bias"], "is not an attribute for mean_square_of_a"),
-        (["mean_cube_of_a", [], None], "unknown operation"),
-    ],
-)
-def test_malformed_leaves_are_refused(node, reason):
-    with pytest.raises(ConfigError, match=reason):
-        Graph.from_json(changed(("nodes", 1), node))
 
 
 def test_a_product_is_an_input_and_there_is_one_at_most():
@@ -244,11 +214,12 @@ def test_then_is_the_function_that_calls_the_other_with_its_result():
     assert traced(scaled).then(traced(with_bias)) == traced(together)
 
 
+@pytest.mark.slow
 @given(epilogues(max_inputs=2, max_outputs=1), epilogues(max_inputs=0))
 @PATIENT
 def test_then_is_substitution_for_any_two(first, second):
     def together(*values):
-        return second.function(first.function(*values)["d"])
+        return second(first(*values)["d"])
 
     together.__signature__ = first.signature
     assert first.graph.then(second.graph) == epilogue(together).graph
@@ -273,20 +244,12 @@ def test_products_pass_through_the_first_graph_only_if_asked():
     [
         (with_bias, scaled, "has D as its only output, and this one has pre, row"),
         (scaled, scaled, "both epilogues have the name eps: rename it"),
-        (gated, gated, "both epilogues have the name up"),
+        (shifted, with_bias, "both epilogues have the name pre"),
     ],
 )
 def test_graphs_that_cannot_follow_each_other(first, second, reason):
     with pytest.raises(ConfigError, match=reason):
         traced(first).then(traced(second))
-
-
-def test_an_input_named_as_an_output_of_what_follows_is_refused():
-    def offset(acc, pre: Row):
-        return acc + pre
-
-    with pytest.raises(ConfigError, match="both epilogues have the name pre"):
-        traced(offset).then(traced(with_bias))
 
 
 def test_the_accumulator_must_be_used():
@@ -356,49 +319,26 @@ def test_deeply_nested_json_is_refused():
     nested: list = []
     for _ in range(5000):
         nested = [nested]
-    for path in (
-        ("nodes", 2, 1),
-        ("nodes", 2, 2),
-        ("nodes", 2, 0),
-        ("inputs", 0, 0),
-        ("inputs", 0, 1),
-        ("outputs", 0, 1),
-    ):
+    for path in (("nodes", 2, 0), ("nodes", 2, 1), ("nodes", 2, 2), ("inputs", 0, 1), ("outputs", 0, 1)):
         with pytest.raises(ConfigError):
             Graph.from_json(changed(path, nested))
 
 
 GOOD = ["bias", "x", "W", "residual_2", "rowScale", "x" * 64, "relu", "exp"]
 # In C++ they are keywords, macros, or names of the kernel's own.
-TAKEN = [
-    "c",
-    "b1",
-    "d",
-    "n",
-    "acc",
-    "stream",
-    "threadIdx",
-    "float",
-    "xor",
-    "a__b",
-    "bias_",
-    "INFINITY",
-    "M_PI",
-    "IN0_",
-    "v3",
-]
+TAKEN = ["c", "d", "n", "acc", "stream", "threadIdx", "float", "xor", "a__b", "bias_", "INFINITY", "M_PI", "IN0_", "v3"]
 
 
-@pytest.mark.parametrize("name", GOOD + TAKEN)
+@pytest.mark.parametrize("name", [*GOOD, "b1", *TAKEN])
 def test_good_names(name):
     check_name(name, "input")
-    assert is_plain(name) == (name in (*GOOD, "b1"))
+    assert is_plain(name) == (name not in TAKEN)
 
 
-@pytest.mark.parametrize("name", sorted((CPP_KEYWORDS | IN_KERNELS) - set(keyword.kwlist) - RESERVED))
-def test_what_is_in_the_way_in_cpp_is_no_concern_of_the_users(name):
-    check_name(name, "output")
-    assert not is_plain(name)
+def test_what_is_in_the_way_in_cpp_is_no_concern_of_the_users():
+    for name in (CPP_KEYWORDS | IN_KERNELS) - set(keyword.kwlist) - RESERVED:
+        check_name(name, "output")
+        assert not is_plain(name)
 
 
 @pytest.mark.parametrize(
@@ -406,15 +346,10 @@ def test_what_is_in_the_way_in_cpp_is_no_concern_of_the_users(name):
     [
         ("", "ASCII"),
         ("2x", "ASCII"),
-        ("_x", "ASCII"),
-        ("größe", "ASCII"),
-        ("x y", "ASCII"),
         ("x\n", "ASCII"),
         ("x;", "ASCII"),
         ("lambda", "Python keyword"),
-        ("None", "Python keyword"),
-        ("out", "an argument of every call"),
-        ("out_dtype", "an argument of every call"),
+        *((name, "an argument of every call") for name in sorted(RESERVED)),
         ("x" * 65, "65 characters"),
         (b"bias", "not a string"),
     ],
@@ -422,12 +357,6 @@ def test_what_is_in_the_way_in_cpp_is_no_concern_of_the_users(name):
 def test_bad_names(name, reason):
     with pytest.raises(ConfigError, match=reason):
         check_name(name, "input")
-
-
-@pytest.mark.parametrize("name", sorted({*keyword.kwlist, *RESERVED}))
-def test_every_keyword_and_argument_is_refused(name):
-    with pytest.raises(ConfigError, match="choose another name"):
-        check_name(name, "output")
 
 
 # ---- Types ---------------------------------------------------------------------------------------------------------

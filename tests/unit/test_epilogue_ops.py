@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
@@ -58,13 +58,6 @@ def test_every_operation_is_documented():
     assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in tables.items()}
 
 
-def test_an_operation_has_as_many_types_as_arguments():
-    for name, info in OPS.items():
-        assert all(len(takes) == info.arity for takes, _ in info.signatures), name
-    # Seeds are made by no operation, so that whatever takes one takes an input or a constant.
-    assert {given for info in OPS.values() for _, given in info.signatures} == set(Type) - {Type.SEED}
-
-
 def test_every_reduction_is_in_the_header():
     include = ROOT / "templates/include"
     for name, info in REDUCTIONS.items():
@@ -73,14 +66,10 @@ def test_every_reduction_is_in_the_header():
 
 
 @given(st.floats(allow_nan=False))
+@example(-0.0)
 @PATIENT
 def test_to_fp32_rounds_as_pytorch_does(value):
-    assert to_fp32(value) == torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
-
-
-def test_to_fp32_keeps_nan_and_the_sign_of_zero():
-    assert math.isnan(to_fp32(math.nan))
-    assert to_fp32(-0.0).hex() == "-0x0.0p+0"
+    assert to_fp32(value).hex() == torch.tensor(value, dtype=torch.float64).to(torch.float32).item().hex()
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -100,12 +89,8 @@ def test_a_literal_is_read_back_exactly(value):
     [
         (0.0, "0.0f"),
         (-0.0, "(-0.0f)"),
-        (1.0, "1.0f"),
         (-0.5, "(-0.5f)"),
-        (to_fp32(0.1), "0.1f"),
-        (to_fp32(0.044715), "0.044715f"),
         (to_fp32(1 / 3), "0.33333334f"),
-        (16777216.0, "16777216.0f"),
         (1e10, "1e+10f"),
         (to_fp32(3.4028234663852886e38), "3.4028235e+38f"),
         (2.0**-149, "1e-45f"),
@@ -135,24 +120,13 @@ def test_a_power_of_two_has_an_exact_inverse(value, inverse):
 @pytest.mark.parametrize(
     ("node", "args", "text"),
     [
-        (Node("add", (0, 1)), ("x", "y"), "(x + y)"),
         (Node("sub", (0, 1)), ("x", "(-0.5f)"), "(x - (-0.5f))"),
-        (Node("neg", (0,)), ("x",), "(-x)"),
         (Node("neg", (0,)), ("(-0.5f)",), "(-(-0.5f))"),
         (Node("div", (0, 1)), ("1.0f", "x"), "cutlass_ops::divide(1.0f, x)"),
-        (Node("relu", (0,)), ("x",), "cutlass_ops::relu(x)"),
-        (Node("maximum", (0, 1)), ("x", "0.0f"), "cutlass_ops::maximum(x, 0.0f)"),
-        (Node("cast", (0,), "bf16"), ("x",), "cutlass_ops::cast<cutlass::bfloat16_t>(x)"),
         (Node("cast", (0,), "f16"), ("x",), "cutlass_ops::cast<cutlass::half_t>(x)"),
-        (Node("lt", (0, 1)), ("x", "y"), "(x < y)"),
-        (Node("logical_and", (0, 1)), ("x", "y"), "(x && y)"),
         (Node("logical_not", (0,)), ("x",), "(!x)"),
-        (Node("where", (0, 1, 2)), ("c", "x", "0.0f"), "cutlass_ops::where(c, x, 0.0f)"),
-        (Node("to_float", (0,)), ("x",), "float(x)"),
-        (Node("integer", (), 7), (), "7"),
         (Node("integer", (), -7), (), "(-7)"),
         (Node("integer", (), -(2**31)), (), "(-2147483647 - 1)"),
-        (Node("const", (), 0.25), (), "0.25f"),
     ],
 )
 def test_expressions(node, args, text):
@@ -163,10 +137,8 @@ def test_expressions(node, args, text):
     ("node", "args", "text"),
     [
         (Node("add", (0, 1)), ("x", "(-7)"), "int(unsigned(x) + unsigned((-7)))"),
-        (Node("sub", (0, 1)), ("x", "y"), "int(unsigned(x) - unsigned(y))"),
         (Node("mul", (0, 1)), ("x", "y"), "int(unsigned(x) * unsigned(y))"),
         (Node("neg", (0,)), ("x",), "int(-unsigned(x))"),
-        (Node("where", (0, 1, 2)), ("c", "x", "y"), "cutlass_ops::where(c, x, y)"),
     ],
 )
 def test_indices_wrap_as_unsigned_numbers_do(node, args, text):
@@ -174,7 +146,7 @@ def test_indices_wrap_as_unsigned_numbers_do(node, args, text):
     assert cpp_expression(node, args, kind=Type.INDEX) == text
 
 
-@pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "row_index", "uniform", "seed", "system", "x); //"])
+@pytest.mark.parametrize("name", ["acc", "mean_of_a", "row_index", "uniform", "seed", "x); //"])
 def test_what_is_no_operation_has_no_expression(name):
     with pytest.raises(ValueError, match="is not an operation"):
         cpp_expression(Node(name), ())

@@ -10,9 +10,9 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import signature_from_json, signature_to_json
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
+from cutlass_ops.operand.call import accumulation, call_at, check_call, signature_of
 from cutlass_ops.run import portable
-from cutlass_ops.run.call import accumulation, call_at, check_call, signature_of
-from cutlass_ops.run.grouped import wgrad_op
+from cutlass_ops.run.gemm import op_for
 from cutlass_ops.run.requests import requested
 from cutlass_ops.tools.explaining import explain_call
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("session")
 
 @co.epilogue
 def swiglu_quantized(acc, up: co.Product):
-    return co.quantize(co.silu(acc) * up, "e4m3", block=128)
+    return co.e.quantize(co.silu(acc) * up, "e4m3", block=128)
 
 
 def call(k, math=None, graph=builtin.identity.graph, **named):
@@ -32,6 +32,7 @@ def call(k, math=None, graph=builtin.identity.graph, **named):
     return found._replace(arguments=found.arguments._replace(math=math))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("made", "wanted"),
     [
@@ -53,19 +54,10 @@ def test_the_choice_reaches_every_kernel(made, wanted):
     assert accumulation(made)[0] == wanted
     signature = signature_of(made, H100)
     decision = dispatch.decide(signature, H100, made.problem)
-    assert {spec.config.accumulation for spec in decision.specs if spec.config.wgmma} == {wanted or "fast"}
+    assert {spec.config.accumulation for spec in decision.specs if spec.config.family.tma} == {wanted or "fast"}
     assert ("promoted: " in str(explain_call("gemm", made, H100))) == (wanted == "promoted")
     assert signature_from_json(signature_to_json(signature)) == signature
     assert str(signature.a).endswith(".promoted") == (wanted == "promoted" and signature.a.scaling is None)
-
-
-def test_names_are_those_of_ops_and_compiled_functions():
-    wanted = co.gemm(X, W.t())
-    for name in ("fast", "promoted"):
-        assert torch.equal(co.gemm(X, W.t(), math=name), wanted)
-        compiled = torch.compile(lambda a, b, n=name: co.scaled_gemm(a, b, 1.0, 1.0, math=n), backend="eager")
-        assert torch.equal(compiled(X, W.t()), wanted)
-    assert co.gemm_bias.in_math("fast").about != co.gemm_bias.in_math("promoted").about
 
 
 NORMS = {
@@ -128,30 +120,26 @@ def test_the_products_of_a_large_tile_take_turns(tile, schedule, message):
 
 
 def test_groups_take_names_too():
-    w, offsets, scale = W[None].expand(2, -1, -1).contiguous(), torch.tensor([3, 8], dtype=torch.int32), torch.ones(())
-    wanted = co.grouped_gemm(X, w.mT, offsets)
+    w, offsets = W[None].expand(2, -1, -1).contiguous(), torch.tensor([3, 8], dtype=torch.int32)
+    wanted = co.gemm(X, w.mT, groups=co.Groups(offsets))
     for math in ("fast", "promoted"):
-        assert torch.equal(co.grouped_gemm(X, w.mT, offsets, math=math), wanted)
-        assert torch.equal(co.scaled_grouped_gemm(X, w.mT, offsets, scale, scale, math=math), wanted)
-        compiled = torch.compile(lambda x, b, n=math: co.grouped_gemm(x, b, offsets, math=n), backend="eager")
-        assert torch.equal(compiled(X, w.mT), wanted)
-        op = requested(co.grouped_gemm, X, w.mT, offsets, math=math).op
-        assert op.math == math
-        assert portable.find(op.about.split(";", 4)[4]).math == math
-    x, counts = X.view(2, 4, -1), torch.tensor([4, 4], dtype=torch.int32)
-    found = co.grouped_gemm_masked(x, w.mT, counts, expected_rows=3, math="promoted")
-    assert torch.equal(found, co.grouped_gemm_masked(x, w.mT, counts))
-    assert requested(co.grouped_gemm_masked, x, w.mT, counts, expected_rows=3, math="fast").op.expected == 3
+        assert torch.equal(co.gemm(X, w.mT, groups=co.Groups(offsets), math=math), wanted)
+        for a, b in ((X, w.mT), (co.Scaled(X, 1.0), co.Scaled(w.mT, 1.0))):
+            op = requested(co.gemm, a, b, groups=co.Groups(offsets), math=math).op
+            assert (op.math, portable.find(op.about.split(";", 4)[4]).math) == (math, math)
+    x, groups = X.view(2, 4, -1), co.Groups(counts=torch.tensor([4, 4], dtype=torch.int32), expected=3)
+    op = requested(co.gemm, x, w.mT, groups=groups, math="fast").op
+    assert (op.math, op.expected) == ("fast", 3)
 
 
 def test_groups_refuse_names_of_other_operands():
     w, offsets = W[None], torch.tensor([8], dtype=torch.int32)
     with pytest.raises(TypeError, match="math='fast' is for FP8 operands: omit math"):
-        co.grouped_gemm(X.bfloat16(), w.bfloat16().mT, offsets, math="fast")
-    with pytest.raises(TypeError, match="takes 'fast' or 'promoted', for FP8"):
-        co.grouped_gemm(X, w.mT, offsets, math="tf32")
-    with pytest.raises(TypeError, match="grouped_gemm_wgrad takes no math: its operands have 16 bits"):
-        wgrad_op().in_math("fast")
+        co.gemm(X.bfloat16(), w.bfloat16().mT, groups=co.Groups(offsets), math="fast")
+    with pytest.raises(TypeError, match="groups take 'fast' or 'promoted', for FP8"):
+        co.gemm(X, w.mT, groups=co.Groups(offsets), math="tf32")
+    with pytest.raises(TypeError, match="math is 'fast', and a sum over each group's rows takes none"):
+        op_for(None, "ragged_k").in_math("fast")
 
 
 def test_groups_of_a_large_k_are_added_up_in_fp32():

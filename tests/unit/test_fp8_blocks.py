@@ -1,29 +1,22 @@
 """Scales of blocks of FP8 operands: what is declared, rendered, refused and chosen, and the reference against FP64."""
 
-import itertools
-from math import gcd
-
 import pytest
 import torch
-from signatures import A100, H100
+from signatures import H100
 
 import cutlass_ops as co
-from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.choose import dispatch, policies, space
+from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed, derivatives
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import footprint, model
-from cutlass_ops.run import reference, requests
-from cutlass_ops.run.call import call_at, check_call, signature_of
-from cutlass_ops.run.peers import peers
-from cutlass_ops.run.scaled import scaled_op
+from cutlass_ops.operand.call import call_at, check_call, signature_of
+from cutlass_ops.run.gemm import op_for
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 BLOCKS = ("128x128", "128x1")
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -63,16 +56,6 @@ def draw(m=48, n=40, k=256, of_b="128x128", a=E4M3, b=E4M3):
 # ---- Declarations ----------------------------------------------------------------------------------------------------
 
 
-def test_types_of_8_bits_have_blocks_along_k():
-    for a, b in itertools.product(map(element_named, ("e4m3", "e5m2")), repeat=2):
-        found = mma.mma_of(a, b)
-        assert found.scales(((1, 128), (128, 128)))
-        assert found.scales(((1, 128), (128, 1)))
-        assert not found.scales(((128, 128), (128, 128)))
-        assert not found.scales(((1, 128), None))
-    assert not mma.mma_of(element_named("bf16"), element_named("bf16")).scalings
-
-
 @pytest.mark.parametrize("b", BLOCKS)
 def test_a_declaration_survives_json(b):
     given = spec(b)
@@ -107,20 +90,11 @@ def test_graphs_without_sense_are_refused(inputs, nodes, message):
         Graph(inputs, nodes, (Output("d", len(nodes) - 1),))
 
 
-def test_an_epilogue_follows():
-    found = composed.scaled_blocks.graph.then(relu_and_sum.graph)
-    assert [i.name for i in found.inputs] == ["scale_a", "scale_b", "bias"]
-    assert found.block_scales == ("scale_a", "scale_b")
-    assert co.check(spec(graph=found)) == ()
-    assert Graph.from_json(found.to_json()) == found
-
-
 def test_there_is_no_derivative():
     with pytest.raises(ConfigError, match=r"scale_a and scale_b are scales of blocks.* torch\.no_grad"):
         derivatives.vjp(composed.scaled_blocks.graph)
 
 
-SM80 = co.Sm80Config(co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64))
 ILLEGAL = {
     "accumulation": (spec(accumulation="fast"), "accumulation is 'fast'.*use accumulation='promoted'"),
     "tile K": (spec(tile=(128, 128, 64)), "threadblock.k is 64.*use threadblock.k=128"),
@@ -129,7 +103,7 @@ ILLEGAL = {
         "use accumulation='promoted', threadblock.k=128",
     ),
     "split": (spec(split_k=2), "split_k is 2.*use split_k=1"),
-    "no scales": (spec(graph=builtin.bias), "the epilogue has no scales of their blocks.*scaled_gemm"),
+    "no scales": (spec(graph=builtin.bias), "the epilogue has no scales of their blocks.*with scales of blocks"),
     "no blocks": (spec(b="", a=""), "use 'e4m3.row.blocks1x128' and 'e5m2.col.blocks128x128' or"),
     "one": (spec(b=""), "no main loop applies .*use operands with blocks of 1x128 and 128x128 or 1x128 and 128x1"),
     "other blocks": (spec(a="128x128"), "no main loop applies scales of such blocks"),
@@ -143,18 +117,6 @@ def test_what_no_main_loop_does_is_refused(declared, message):
         legality.require_legal(declared)
 
 
-def test_other_kinds_refuse_them():
-    for config in (SM80, co.GemvConfig()):
-        declared = co.KernelSpec(
-            a="e4m3.row.blocks1x128",
-            b="e4m3.col.blocks128x128",
-            d="bf16.row",
-            epilogue=composed.scaled_blocks,
-            config=config,
-        )
-        assert any("use an Sm90Config with accumulation='promoted'" in str(v) for v in co.check(declared))
-
-
 def test_scales_are_fp32():
     declared = co.KernelSpec(
         a="e4m3.row.blocks1x128", b="e4m3.col.blocks128x128", d="bf16.row", epilogue=composed.scaled_blocks,
@@ -164,47 +126,6 @@ def test_scales_are_fp32():
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("b", "swap", "options", "order"),
-    [
-        ("128x128", False, "1, 128", "o.scale_a, o.scale_b"),
-        ("128x1", False, "1, 1", "o.scale_a, o.scale_b"),
-        ("128x128", True, "128, 1", "o.scale_b, o.scale_a"),
-        ("128x1", True, "1, 1", "o.scale_b, o.scale_a"),
-    ],
-)
-def test_the_kernel_has_blocks_in_its_own_orientation(b, swap, options, order):
-    text = co.source(spec(b, swap_ab=swap))
-    assert f"cutlass_ops::BlockScales<{options}>>" in text
-    assert f"nullptr, {{}}, {{}}, {{{order}}}}}" in text
-    assert "o.scale_a = call.blocks<Element_scale_a>(o.problem.m, 1, o.problem.k, 128);" in text
-    assert (
-        f"o.scale_b = call.blocks<Element_scale_b>(o.problem.n, {128 if b == '128x128' else 1}, o.problem.k, 128);"
-        in text
-    )
-    assert '#include "cutlass_ops/block_scales.h"' in text
-    assert "Load_scale" not in text
-
-
-def test_other_kernels_do_not_include_them():
-    assert "block_scales" not in co.source(spec(b="", a="", graph=builtin.bias))
-
-
-@pytest.mark.parametrize("block", [1, 128])
-@pytest.mark.parametrize("extent", range(8, 257, 8))
-@pytest.mark.parametrize("parts", [1, 2])
-def test_what_an_entry_stands_for_is_in_one_block(extent, block, parts):
-    """Of a stage's entries, as `ScaledSide` has them: at whatever tile, no block ends within one."""
-    if extent % (8 * parts):
-        return
-    run = gcd(extent, extent // parts, block)
-    for tile in range(128):
-        for entry in range(extent // run):
-            first = tile * extent + entry * run
-            assert first // block == (first + run - 1) // block
-    assert extent // parts % run == 0
 
 
 @pytest.mark.parametrize(
@@ -230,43 +151,27 @@ def test_a_stage_has_the_scales_of_a_tile(tile, b, config, numbers):
 # ---- Calls on the CPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of_b", BLOCKS)
-@pytest.mark.parametrize(("m", "n", "k"), [(48, 40, 256), (1, 300, 1040), (5, 129, 128), (130, 256, 7168), (3, 1, 16)])
-def test_the_reference_rounds_once(m, n, k, of_b):
-    x, w, scale_a, scale_b, exact = draw(m, n, k, of_b, b=E5M2)
-    found = co.scaled_gemm(x, w, scale_a, scale_b)
-    assert found.dtype is BF16
-    assert (found.double() - exact).abs().max() <= 2 * (exact.to(BF16).double() - exact).abs().max()
-    wide = co.scaled_gemm(x, w, scale_a, scale_b, out_dtype=torch.float32)
-    assert (wide.double() - exact).norm() <= 1e-6 * exact.norm()
-    first, second = reference.dequantised(x, w, scale_a.double(), scale_b.double())
-    torch.testing.assert_close(first @ second, exact)
-
-
 def test_scales_may_have_any_strides():
     x, w, scale_a, scale_b, _ = draw()
-    found = co.scaled_gemm(x, w, scale_a, scale_b)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b))
     columns = scale_a.t().contiguous().t()
     padded = torch.zeros(2, 52)[:, :48].t().copy_(scale_a)
     for other in (columns, padded):
-        assert torch.equal(co.scaled_gemm(x, w, other, scale_b.t().contiguous().t()), found)
+        assert torch.equal(co.gemm(co.Scaled(x, other), co.Scaled(w, scale_b.t().contiguous().t())), found)
     # A stride of 0 repeats a scale without a copy.
     rows = scale_a[:, :1].expand(48, 2)
-    assert torch.equal(co.scaled_gemm(x, w, rows, scale_b), co.scaled_gemm(x, w, rows.contiguous(), scale_b))
-    assert scaled_op(False, False, None, True).copied_inputs == 0
-
-
-def test_scales_may_have_leading_dimensions():
-    x, w, scale_a, scale_b, _ = draw()
-    flat = co.scaled_gemm(x, w, scale_a, scale_b)
-    assert torch.equal(co.scaled_gemm(x.view(4, 12, 256), w, scale_a.view(4, 12, 2), scale_b), flat.view(4, 12, 40))
+    assert torch.equal(
+        co.gemm(co.Scaled(x, rows), co.Scaled(w, scale_b)),
+        co.gemm(co.Scaled(x, rows.contiguous()), co.Scaled(w, scale_b)),
+    )
+    assert op_for(None, "dense", (False, False, True)).copied_inputs == 0
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, 2.0**-140])
 def test_scales_that_are_not_usual(scale):
     x, w, scale_a, scale_b, _ = draw()
     scale_a[7, 1] = scale
-    found = co.scaled_gemm(x, w, scale_a, scale_b, out_dtype=torch.float32)
+    found = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), out_dtype=torch.float32)
     parts = [x[:, at].float() @ w[at].float() for at in (slice(128), slice(128, 256))]
     wanted = parts[0] * (scale_a[:, :1] * scale_b[:, 0]) + parts[1] * (scale_a[:, 1:] * scale_b[:, 1])
     torch.testing.assert_close(found, wanted, equal_nan=True)
@@ -275,31 +180,26 @@ def test_scales_that_are_not_usual(scale):
 def test_an_epilogue_follows_the_scales():
     x, w, scale_a, scale_b, exact = draw()
     bias = torch.randn(40).to(BF16)
-    d, total = co.scaled_gemm(x, w, scale_a, scale_b, epilogue=relu_and_sum, bias=bias)
+    d, total = co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), epilogue=relu_and_sum, bias=bias)
     wanted = (exact + bias.double()).relu()
     assert (d.double() - wanted).abs().max() <= 2 * (wanted.to(BF16).double() - wanted).abs().max()
     torch.testing.assert_close(total.double(), wanted.sum(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 40, 256), (48, 0, 256), (48, 40, 0)])
-def test_extents_of_zero(m, n, k):
-    steps = -(-k // 128)
-    x, w = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3)
-    scales = torch.ones(m, steps), torch.ones(-(-n // 128), steps)
-    assert co.scaled_gemm(x, w.t(), *scales).shape == (m, n)
-
-
 def test_shapes_that_pytorch_has_for_rows_and_columns_stay_those():
     x, w, *_ = draw(n=300)
     rows, columns = torch.rand(48), torch.rand(300)
-    found = co.scaled_gemm(x, w, rows, columns)
-    assert torch.equal(co.scaled_gemm(x, w, rows[:, None], columns[None]), found)
+    found = co.gemm(co.Scaled(x, rows), co.Scaled(w, columns))
+    assert torch.equal(co.gemm(co.Scaled(x, rows[:, None]), co.Scaled(w, columns[None])), found)
     # With 128 of K, a scale of a row is that of its one block.
     x, w = x[:, :128], w[:128]
     blocks = torch.rand(3, 1)
     spread = blocks.repeat_interleave(128, 0)[:300, 0]
     torch.testing.assert_close(
-        co.scaled_gemm(x, w, rows[:, None], blocks), co.scaled_gemm(x, w, rows, spread), rtol=0.01, atol=1e-6
+        co.gemm(co.Scaled(x, rows[:, None]), co.Scaled(w, blocks)),
+        co.gemm(co.Scaled(x, rows), co.Scaled(w, spread)),
+        rtol=0.01,
+        atol=1e-6,
     )
 
 
@@ -321,40 +221,19 @@ WRONG_CALLS = {
 def test_errors_say_what_to_pass(scales, kind, message):
     x, w, *_ = draw()
     with pytest.raises(kind, match=message):
-        co.scaled_gemm(x, w, *scales)
+        co.gemm(*map(co.Scaled, (x, w), scales))
 
 
 def test_other_refusals():
     x, w, scale_a, scale_b, _ = draw()
     with pytest.raises(TypeError, match=r"scales of blocks, which only FP8 operands can have"):
-        co.scaled_gemm(x.to(BF16), w.to(BF16), scale_a, scale_b)
+        co.gemm(co.Scaled(x.to(BF16), scale_a), co.Scaled(w.to(BF16), scale_b))
     with pytest.raises(ValueError, match=r"^gate has the product up"):
-        co.scaled_gemm(x, w, scale_a, scale_b, epilogue=gate, up=w)
+        co.gemm(co.Scaled(x, scale_a), co.Scaled(w, scale_b), epilogue=gate, up=w)
     with pytest.raises(ValueError, match=r"along K only"):
-        co.scaled_gemm(x, w.contiguous(), scale_a, scale_b)
+        co.gemm(co.Scaled(x, scale_a), co.Scaled(w.contiguous(), scale_b))
     with pytest.raises(ValueError, match=r"^scale_a requires grad and a is .* products in 8 bits have no gradients"):
-        co.scaled_gemm(x, w, scale_a.requires_grad_(), scale_b)
-
-
-def test_a_compiled_function_calls_it():
-    x, w, scale_a, scale_b, _ = draw()
-    compiled = torch.compile(lambda x, scale: co.scaled_gemm(x, w, scale, scale_b), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x, scale_a), co.scaled_gemm(x, w, scale_a, scale_b))
-
-
-def test_explain_and_warm_up_take_it():
-    x, w, scale_a, scale_b, _ = draw()
-    op, arguments, _ = requests.requested(co.scaled_gemm, x, w, scale_a, scale_b)
-    assert op is scaled_op(False, False, None, True)
-    assert arguments == (x, w, scale_a, scale_b)
-    assert co.warm_up(co.scaled_gemm, x, w, scale_a, scale_b) == 0  # the CPU needs no kernel
-
-
-def test_pytorchs_way_is_right():
-    x, w, scale_a, scale_b, exact = draw()
-    found = peers(composed.scaled_blocks.graph, E4M3)
-    assert set(found) == {"eager"}
-    assert (found["eager"](x, w, [scale_a, scale_b]).double() - exact).norm() <= 0.02 * exact.norm()
+        co.gemm(co.Scaled(x, scale_a.requires_grad_()), co.Scaled(w, scale_b))
 
 
 # ---- The choice of a kernel ------------------------------------------------------------------------------------------
@@ -383,20 +262,6 @@ def test_every_problem_is_served_by_legal_kernels(m, of_b):
     for config in decision.kept:
         assert config.accumulation == "promoted"
         assert legality.check(H100.spec(of, config)) == ()
-
-
-def test_no_device_without_wgmma_serves_them():
-    assert dispatch.decide(signature(device=A100), A100, Problem(512, 4096, 4096)) is None
-
-
-@pytest.mark.slow
-def test_the_space_has_kernels_that_promote():
-    found = space.configurations(signature())
-    assert len(found) > 100
-    assert {(c.accumulation, c.threadblock.k, c.split_k) for c in found} == {("promoted", 128, 1)}
-    assert {c.schedule for c in found} == {"pingpong", "cooperative", "warp_specialized"}
-    assert {c.swap_ab for c in found} == {False, True}
-    assert set(policies.policy(signature(), H100).kernels) <= set(found)
 
 
 def test_the_model_knows_that_sums_are_added_up():

@@ -1,6 +1,5 @@
 """Results in FP8: what is rounded to what, what is served, and what is refused."""
 
-import itertools
 import math
 
 import pytest
@@ -8,20 +7,14 @@ import torch
 from signatures import A100, H100
 
 import cutlass_ops as co
-from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, READ, REDUCED, STORED
-from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Node
 from cutlass_ops.kinds import legality
-from cutlass_ops.kinds.sm90.footprint import epilogue_tile
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import call_at, check_call, signature_of
-from cutlass_ops.run.fallbacks import can_fall_back
-from cutlass_ops.ship.shipping import Kernels, _calls
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -127,19 +120,6 @@ def test_special_values_are_stored_as_the_table_says(dtype):
 
 
 @pytest.mark.parametrize("dtype", SPECIAL)
-def test_nan_stays_nan(dtype):
-    assert stored([NAN, -NAN], dtype).isnan().all()
-
-
-def test_what_pytorchs_own_conversion_does():
-    """What docs/fp8.md says of it, and why the reference does not leave it to PyTorch."""
-    beyond = torch.tensor([1e30, -1e30, INF, -INF])
-    assert beyond.to(E5M2).float().tolist() == [INF, -INF, INF, -INF]
-    found = beyond.to(E4M3).float()
-    assert found.isnan().all() or found.tolist() == [448, -448, 448, -448]
-
-
-@pytest.mark.parametrize("dtype", SPECIAL)
 def test_every_value_of_the_type_but_infinity_is_stored_as_it_is(dtype):
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     found = stored(every.tolist(), dtype).float()
@@ -204,22 +184,6 @@ def test_a_further_tile_in_fp8_beside_d(operands):
     assert [x.dtype for x in both] == [E4M3, E4M3]
 
 
-def test_fp8_in_and_out(operands):
-    a, b = operands[0].to(E4M3), operands[1].t().contiguous().to(E5M2)
-    found = co.scaled_gemm(a, b.t(), 0.5, 2.0, out_dtype=E4M3)
-    assert torch.equal(found, reference.rounded(co.gemm(a, b.t(), out_dtype=torch.float32), E4M3))
-    assert co.scaled_gemm(a, b.t(), 0.5, 2.0).dtype is BF16
-
-
-def test_a_compiled_function_gives_the_same(operands):
-    def layer(a, b):
-        return co.gemm(a, b, epilogue=quantised, scale=0.25, out_dtype=E4M3)
-
-    found = torch.compile(layer, backend="eager", fullgraph=True)(*operands)
-    for x, wanted in zip(found, layer(*operands), strict=True):
-        assert torch.equal(x.float(), wanted.float())
-
-
 def test_refusals(operands):
     a, b = operands
     with pytest.raises(TypeError, match=r"^out_dtype is torch.int8: use .*torch.float8_e5m2$"):
@@ -233,14 +197,6 @@ def test_refusals(operands):
         co.gemm(a, b, out_dtype=E4M3)
     with torch.no_grad():
         assert co.gemm(a, b, out_dtype=E4M3).dtype is E4M3
-
-
-def test_pytorch_serves_no_call_whose_d_is_in_fp8(operands):
-    """Its peers give FP8 operands' results in BF16, which it would convert by its own rule."""
-    a, b = operands[0].to(E4M3), operands[1].t().contiguous().to(E4M3).t()
-    calls = [check_call(plain.graph, a, b, {}, None, dtype) for dtype in (E4M3, E5M2, BF16)]
-    assert not any(map(can_fall_back, calls))
-    assert can_fall_back(check_call(plain.graph, *operands, {}, None, None))
 
 
 # ---- The greatest absolute value ------------------------------------------------------------------------------------
@@ -259,88 +215,7 @@ def test_amax_is_the_maximum_of_absolute_values(operands):
     assert amax[1] == 0
 
 
-def test_amax_names_itself_in_messages():
-    with pytest.raises(EpilogueError, match=r"co\.amax reduces over a row with dim=1"):
-
-        @co.epilogue
-        def wrong(acc):
-            return {"d": acc, "amax": co.e.amax(acc, dim=2)}
-
-
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def test_fp8_is_stored_and_not_read():
-    assert set(FP8) <= set(STORED)
-    assert not set(FP8) & {*READ, *REDUCED}
-
-
-SCHEDULES = ("pingpong", "cooperative", "warp_specialized")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize(
-    "of",
-    [
-        {"d": "e4m3.row"},
-        {"d": "e5m2.row.align8"},
-        {"d": "bf16.row", "epilogue": saved, "outputs": {"pre": "e4m3.row"}},
-        {"d": "e4m3.row", "epilogue": saved, "outputs": {"pre": "bf16.row"}},
-        {"d": "e4m3.row", "epilogue": saved, "outputs": {"pre": "e5m2.row.align4"}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("a", "tile"), [("bf16", (128, 48, 64)), ("e4m3", (128, 192, 128))])
-def test_sm90_kernels_are_legal_and_rendered(schedule, swap, of, a, tile):
-    declared = spec(**of, a=a, tile=tile, schedule=schedule, swap_ab=swap)
-    assert co.check(declared) == ()
-    text = co.source(declared)
-    for operand in (declared.d, *declared.outputs):
-        assert f"using Element{'D' if operand is declared.d else '_pre'} = {operand.dtype.cpp};" in text
-        assert f"CUTLASS_OPS_TYPE({operand.dtype.cpp}, {operand.dtype.dl_code})" in text
-
-
-def test_the_part_of_a_tile_that_cutlass_takes_at_a_time():
-    """CUTLASS takes twice as many columns of an 8-bit D, where neither warpgroups share a tile nor N is in its way."""
-    written = {"d": "e4m3.row", "epilogue": saved, "outputs": {"pre": "bf16.row"}}
-    found = {
-        (schedule, n): epilogue_tile(spec(**written, tile=(128, n, 64), schedule=schedule))
-        for schedule, n in itertools.product(SCHEDULES, (48, 96, 128))
-    }
-    assert found == {
-        (schedule, n): (
-            128 if schedule == "cooperative" else 64,
-            16 if n == 48 else 64 if n == 128 and schedule != "cooperative" else 32,
-        )
-        for schedule, n in itertools.product(SCHEDULES, (48, 96, 128))
-    }
-    assert epilogue_tile(spec()) == (64, 32)
-
-
-def test_other_kinds():
-    sm80 = co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32))
-    rules = {}
-    for config, target in itertools.product((sm80, co.GemvConfig()), ("sm_80", "sm_89", "sm_90")):
-        declared = co.KernelSpec(a="bf16.row", b="bf16.col", d="e4m3.row", epilogue=plain, config=config, target=target)
-        rules[config.arch, target] = [v.rule for v in co.check(declared)]
-    refused = ["fp8_outputs"]
-    assert rules == {
-        ("sm80", "sm_80"): refused,
-        ("sm80", "sm_89"): refused,
-        ("sm80", "sm_90"): refused,
-        ("gemv", "sm_80"): refused,
-        ("gemv", "sm_89"): refused,
-        ("gemv", "sm_90"): [],
-    }
-    assert arch.target("sm_90").capability == arch.STORES_FP8
-
-
-def test_a_message_of_another_kind_says_what_to_do():
-    sm80 = co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32))
-    declared = co.KernelSpec(a="bf16.row", b="bf16.col", d="e4m3.row", epilogue=plain, config=sm80)
-    with pytest.raises(ConfigError, match=r"d is e4m3\.row, and kernels of this kind store no FP8: use an Sm90Config"):
-        legality.require_legal(declared)
 
 
 @pytest.mark.parametrize(
@@ -380,12 +255,3 @@ def test_other_devices_say_what_to_do():
     found = explain_call("gemm", call, A100)
     assert not found.is_served
     assert "results in FP8 are stored on sm_90 alone: take them in BF16" in found.why
-
-
-def test_a_catalogue_names_them():
-    kernels = Kernels(ops=("gemm_bias",), archs=("sm_90a",), out_dtypes=("e4m3",), shapes=("64x4096x4096",))
-    ((signature, *_),) = _calls(kernels, "gemm_bias")
-    assert str(signature.d) == "e4m3.row"
-    usual = Kernels(ops=("gemm_bias",), archs=("sm_90a",), dtypes=("e4m3",), shapes=("64x4096x4096",))
-    ((signature, *_),) = _calls(usual, "gemm_bias")
-    assert str(signature.d) == "bf16.row"

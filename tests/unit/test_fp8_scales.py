@@ -28,30 +28,38 @@ def of_experts(n=N, k=K, experts=EXPERTS):
     return torch.randn(M, k).to(E4M3), torch.randn(experts, n, k).to(E4M3).mT
 
 
+def scaled(a, b, scale_a, scale_b, **named):
+    return co.gemm(co.Scaled(a, scale_a), co.Scaled(b, scale_b), **named)
+
+
 # ---- One element -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 @pytest.mark.parametrize("k", [64, K])
 def test_a_scale_of_one_element_is_a_number(shape, k):
     (a, b), one = drawn(k=k), ONE.expand(shape)
     rows, columns = torch.rand(M), torch.rand(N)
-    assert torch.equal(co.scaled_gemm(a, b, one, one), co.scaled_gemm(a, b, 0.5, 0.5))
+    assert torch.equal(co.gemm(co.Scaled(a, one), co.Scaled(b, one)), co.gemm(co.Scaled(a, 0.5), co.Scaled(b, 0.5)))
     for scale_a, scale_b in ((one, columns), (rows, one), (rows[:, None], one), (one, columns[None])):
-        wanted = co.scaled_gemm(a, b, *(0.5 if x is one else x.flatten() for x in (scale_a, scale_b)))
-        assert torch.equal(co.scaled_gemm(a, b, scale_a, scale_b), wanted)
+        wanted = scaled(a, b, *(0.5 if x is one else x.flatten() for x in (scale_a, scale_b)))
+        assert torch.equal(co.gemm(co.Scaled(a, scale_a), co.Scaled(b, scale_b)), wanted)
     x, w = of_experts(k=k)
-    assert torch.equal(co.scaled_grouped_gemm(x, w, ENDS, one, one), co.scaled_grouped_gemm(x, w, ENDS, 0.5, 0.5))
-    compiled = torch.compile(co.scaled_gemm, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(a, b, one, columns), co.scaled_gemm(a, b, 0.5, columns))
+    assert torch.equal(
+        co.gemm(co.Scaled(x, one), co.Scaled(w, one), groups=co.Groups(ENDS)),
+        co.gemm(co.Scaled(x, 0.5), co.Scaled(w, 0.5), groups=co.Groups(ENDS)),
+    )
+    compiled = torch.compile(scaled, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(a, b, one, columns), co.gemm(co.Scaled(a, 0.5), co.Scaled(b, columns)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.int8])
 def test_only_fp8_of_one_block_has_scales_of_blocks(dtype):
     a, b = ((4 * torch.randn(rows, 64)).to(dtype) for rows in (M, N))
     rows = torch.rand(M)
-    wanted = co.scaled_gemm(a, b.t(), rows, 0.5)
-    assert torch.equal(co.scaled_gemm(a, b.t(), rows[:, None], ONE[None, None]), wanted)
+    wanted = co.gemm(co.Scaled(a, rows), co.Scaled(b.t(), 0.5))
+    assert torch.equal(co.gemm(co.Scaled(a, rows[:, None]), co.Scaled(b.t(), ONE[None, None])), wanted)
 
 
 def test_a_scale_of_the_result_may_have_one_element():
@@ -67,16 +75,16 @@ def test_a_scale_of_the_result_may_have_one_element():
 # ---- Extents that a program leaves open ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True])
 def test_layers_of_several_extents_are_one_program(grouped):
-    function = co.scaled_grouped_gemm if grouped else co.scaled_gemm
-    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    compiled = torch.compile(scaled, fullgraph=True, backend="eager")
     for k, n in ((256, 384), (512, 384), (640, 512)):
         lead = (EXPERTS,) if grouped else ()
         w = torch.randn(*lead, n, k).to(E4M3).mT
         scales = torch.rand(M, k // 128), torch.rand(*lead, n // 128, k // 128)
-        given = torch.randn(M, k).to(E4M3), w, *((ENDS,) if grouped else ()), *scales
-        assert torch.equal(compiled(*given), function(*given))
+        given, named = (torch.randn(M, k).to(E4M3), w, *scales), {"groups": co.Groups(ENDS)} if grouped else {}
+        assert torch.equal(compiled(*given, **named), scaled(*given, **named))
 
 
 # ---- Dimensions of 1 ------------------------------------------------------------------------------------------------
@@ -86,37 +94,41 @@ def test_columns_of_b_have_their_scales_in_a_row():
     a, b = drawn()
     for scale_a in (torch.rand(M, 1), torch.rand(M), 1.0):
         with pytest.raises(ValueError, match=r"^scale_b has shape \(48, 1\): .* or \(1, 48\), so pass scale_b.t\(\)$"):
-            co.scaled_gemm(a, b, scale_a, torch.rand(N, 1))
+            co.gemm(co.Scaled(a, scale_a), co.Scaled(b, torch.rand(N, 1)))
 
 
 @pytest.mark.parametrize("k", [64, K])
 def test_experts_may_have_dimensions_of_1(k):
     (x, w), rows, columns = of_experts(k=k), torch.rand(M), torch.rand(EXPERTS, N)
-    wanted = co.scaled_grouped_gemm(x, w, ENDS, rows, columns)
+    wanted = co.gemm(co.Scaled(x, rows), co.Scaled(w, columns), groups=co.Groups(ENDS))
     for scale_a in (rows, rows[:, None]):
-        assert torch.equal(co.scaled_grouped_gemm(x, w, ENDS, scale_a, columns[:, None]), wanted)
+        assert torch.equal(
+            co.gemm(co.Scaled(x, scale_a), co.Scaled(w, columns[:, None]), groups=co.Groups(ENDS)), wanted
+        )
     counts = torch.full((EXPERTS,), M, dtype=torch.int32)
-    given = x.expand(EXPERTS, M, k).contiguous(), w, counts, rows.expand(EXPERTS, M)[..., None]
-    masked = co.scaled_grouped_gemm_masked(*given, columns[:, None])
-    assert torch.equal(masked, co.scaled_grouped_gemm_masked(*given, columns))
+    a = co.Scaled(x.expand(EXPERTS, M, k).contiguous(), rows.expand(EXPERTS, M)[..., None])
+    masked = co.gemm(a, co.Scaled(w, columns[:, None]), groups=co.Groups(counts=counts))
+    assert torch.equal(masked, co.gemm(a, co.Scaled(w, columns), groups=co.Groups(counts=counts)))
     if k > 128:
         with pytest.raises(ValueError, match=r"^scale_b has shape \(3, 48, 1\): .* so pass scale_b.mT$"):
-            co.scaled_grouped_gemm(x, w, ENDS, rows[:, None], columns[..., None])
+            co.gemm(co.Scaled(x, rows[:, None]), co.Scaled(w, columns[..., None]), groups=co.Groups(ENDS))
 
 
 @pytest.mark.parametrize("n", [N, EXPERTS])
 def test_a_scale_for_each_expert_is_not_one_for_each_column(n):
     (x, w), scale = of_experts(n=n), torch.rand(EXPERTS)
     with pytest.raises(ValueError, match=rf"^scale_b has shape \(3,\).*scale_b\[:, None\].repeat\(1, {n}\)") as caught:
-        co.scaled_grouped_gemm(x, w, ENDS, 1.0, scale)
+        co.gemm(co.Scaled(x, 1.0), co.Scaled(w, scale), groups=co.Groups(ENDS))
     assert ("or scale_b[None] for one for each of 3 columns" in str(caught.value)) is (n == EXPERTS)
-    each = co.scaled_grouped_gemm(x, w, ENDS, 1.0, scale[:, None].repeat(1, n))
-    assert torch.equal(each[5:], co.scaled_gemm(x[5:], w[2], 1.0, scale[2].item()))
-    with pytest.raises(ValueError, match=r"^scale_b has strides \(1, 0\): call scale_b.contiguous\(\) first"):
-        co.scaled_grouped_gemm(x, w, ENDS, 1.0, scale[:, None].expand(3, n))  # which kernels do not read
+    each = co.gemm(co.Scaled(x, 1.0), co.Scaled(w, scale[:, None].repeat(1, n)), groups=co.Groups(ENDS))
+    assert torch.equal(each[5:], co.gemm(co.Scaled(x[5:], 1.0), co.Scaled(w[2], scale[2].item())))
+    with pytest.raises(ValueError, match=r"^scale_b has stride 0: call scale_b.contiguous\(\) first"):
+        co.gemm(
+            co.Scaled(x, 1.0), co.Scaled(w, scale[:, None].expand(3, n)), groups=co.Groups(ENDS)
+        )  # which kernels do not read
     columns = torch.rand(1, n)
-    alike = co.scaled_grouped_gemm(x, w, ENDS, 1.0, columns)
-    assert torch.equal(alike[5:], co.scaled_gemm(x[5:], w[2], 1.0, columns[0]))
+    alike = co.gemm(co.Scaled(x, 1.0), co.Scaled(w, columns), groups=co.Groups(ENDS))
+    assert torch.equal(alike[5:], co.gemm(co.Scaled(x[5:], 1.0), co.Scaled(w[2], columns[0])))
 
 
 # ---- Blocks ----------------------------------------------------------------------------------------------------------
@@ -124,26 +136,25 @@ def test_a_scale_for_each_expert_is_not_one_for_each_column(n):
 
 def test_a_prepared_weight_has_scales_for_blocks_of_a():
     x, weight = torch.randn(M, K).to(BF16), torch.randn(N, K).to(BF16)
-    prepared, (q, scale) = co.prepare(weight.t(), dtype=E4M3), co.quantize(x, "e4m3")
-    given = q, prepared.matrix, scale, prepared.scale[:, None].expand(N, 2)
-    assert torch.equal(co.scaled_gemm(q, prepared, scale), co.scaled_gemm(*given))
+    prepared, (q, scale) = co.prepare(weight.t(), dtype=E4M3), co.Scaled.quantize(x, "e4m3")
+    wanted = scaled(q, prepared.matrix, scale, prepared.scale[:, None].expand(N, 2))
+    assert torch.equal(co.gemm(co.Scaled(q, scale), prepared), wanted)
     residual = torch.zeros(M, N).to(BF16)
-    made = co.gemm_residual_rms(q, prepared, residual, eps=1e-5, scale_a=scale)
-    assert torch.equal(made.y, co.scaled_gemm(*given))
+    made = co.gemm_residual_rms(co.Scaled(q, scale), prepared, residual, eps=1e-5)
+    assert torch.equal(made.y, wanted)
     rstd = torch.ones(M)
-    assert torch.equal(co.rmsnorm_gemm(q, prepared, rstd=rstd, scale_a=scale), co.scaled_gemm(*given))
+    assert torch.equal(co.rmsnorm_gemm(co.Scaled(q, scale), prepared, rstd=rstd), wanted)
 
 
 @pytest.mark.parametrize("batch", [(2, 16), (1, 32), (32, 1), (2, 4, 4)])
 @pytest.mark.parametrize("k", [128, K])
 def test_blocks_of_a_flat_matrix_are_those_of_its_batch(batch, k):
-    x, w = co.quantize(torch.randn(M, k), "e4m3"), co.quantize(torch.randn(N, k), "e4m3", block=None)
-    scale_b = w.d_scale[:, None].expand(N, k // 128)
-    wanted = co.scaled_gemm(x.d, w.d.t(), x.d_scale, scale_b)
-    assert torch.equal(co.scaled_gemm(x.d.view(*batch, k), w.d.t(), x.d_scale, scale_b), wanted.view(*batch, N))
+    x, w = co.Scaled.quantize(torch.randn(M, k), "e4m3"), co.Scaled.quantize(torch.randn(N, k), "e4m3", block=None)
+    b, values = co.Scaled(w.values.t(), w.scale[:, None].expand(N, k // 128)), x.values.view(*batch, k)
+    assert torch.equal(co.gemm(co.Scaled(values, x.scale), b), co.gemm(x, b).view(*batch, N))
     rows = torch.rand(batch)
-    found = co.scaled_gemm(x.d.view(*batch, k), w.d.t(), rows, 1.0)
-    assert torch.equal(found.view(M, N), co.scaled_gemm(x.d, w.d.t(), rows.flatten(), 1.0))
+    found = co.gemm(co.Scaled(values, rows), co.Scaled(w.values.t(), 1.0))
+    assert torch.equal(found.view(M, N), scaled(x.values, w.values.t(), rows.flatten(), 1.0))
 
 
 # ---- A copy in FP8 ---------------------------------------------------------------------------------------------------
@@ -172,11 +183,18 @@ def test_what_was_quantised_is_multiplied(k, batch):
     x, w = torch.randn(*batch, k), torch.randn(N, k)
     exact = x @ w.t()
     for block in (None, 128):
-        (a, scale_a), (b, scale_b) = (co.quantize(t, "e4m3", block) for t in (x, w))
+        (a, scale_a), (b, scale_b) = (co.Scaled.quantize(t, "e4m3", block) for t in (x, w))
         assert (a.stride(-2) % 16, b.stride(-2) % 16) == (0, 0)
-        found = co.scaled_gemm(a, b.t(), scale_a, scale_b)
+        found = co.gemm(co.Scaled(a, scale_a), co.Scaled(b.t(), scale_b))
         assert (found - exact).norm() < 0.1 * exact.norm()
     for recipe in ("TensorWise", "RowWise"):
-        state = co.Fp8State(recipe, scaling="current")
+        state = co.nn.Fp8State(recipe, scaling="current")
         (a, scale_a), (b, scale_b) = state.quantize(x), state.quantize(w)
-        assert (co.scaled_gemm(a, b.t(), scale_a, scale_b) - exact).norm() < 0.1 * exact.norm()
+        assert (co.gemm(co.Scaled(a, scale_a), co.Scaled(b.t(), scale_b)) - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_transposed_operand_keeps_its_scale():
+    values, scale = torch.randn(2, 8, 16), torch.rand(2, 8)
+    for found in (co.Scaled(values, scale).mT, co.Scaled(values[0], scale).t()):
+        assert (found.shape[-2:], found.scale is scale) == ((16, 8), True)
+    assert torch.equal(co.Scaled(values[0], scale).t().t().values, values[0])

@@ -4,7 +4,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ import cutlass_ops as co
 from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds import legality
-from cutlass_ops.run.call import signature_of
+from cutlass_ops.operand.call import signature_of
 from tests.gpu import oracle
 from tests.gpu.fuzz import __main__ as fuzz
 from tests.gpu.fuzz import grouped
 from tests.gpu.fuzz.case import Kernels
-from tests.gpu.fuzz.memory import Memory
+from tests.gpu.memory import Memory
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -45,6 +44,7 @@ def drawn(family, *, refused=False):
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("what", "family"), SOME)
 def test_right_results_pass_and_bad_calls_are_refused(what, family):
     tally = fuzz.Tally()
@@ -60,6 +60,7 @@ def test_right_results_of_many_calls_pass(what):
     assert wrong == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("what", "family"), SOME)
 def test_drawn_calls_have_the_signature_of_the_family_s_kernels(what, family):
     kernels = Kernels.of(family.usual(), H100, family.problems)
@@ -145,11 +146,6 @@ def test_what_is_written_outside_is_seen(name):
         assert "outside of d" in judged(spoiled(case, lambda _, at=at: case.out["d"].bits[at].zero_()))
 
 
-def test_operands_that_a_call_changes_are_seen():
-    case = drawn(next(family for _, family in FAMILIES if family.name == "FP64"))
-    assert judged(spoiled(case, lambda _: case.arguments[0].zero_())) is not None  # by the same call, made again
-
-
 def test_rows_of_no_group_must_stay():
     family = next(family for _, family in FAMILIES if family.name == "BF16, odd columns")
     case = next(
@@ -196,7 +192,7 @@ def test_kernels_serve_what_calls_of_other_signatures_cannot(monkeypatch):
 
     def served(case, spec):
         assert spec in kernels.specs
-        return co.scaled_gemm(*case.arguments, **{**case.named, **case.given()})
+        return replace(case, function=co.gemm).call()
 
     other = replace(case, function=missing)
     other.request = case.request
@@ -264,6 +260,7 @@ def test_the_bound():
     one[3, 4] -= 1.3e-3  # less than the norm allows
     assert "an element is off" in oracle.why_not(one, exact)
     assert "shape" in oracle.why_not(one[:3], exact)
+    assert "not the exact ones" in oracle.why_not(one, exact, 0.0)
 
 
 def test_small_results_of_large_sums_have_the_bound_of_the_sums():
@@ -292,39 +289,3 @@ def test_what_is_beyond_the_type_is_infinite_or_saturates():
     assert oracle.why_not(torch.tensor([[65504.0, math.inf, 65504.0, math.inf]]).half(), exact) is None
     most = torch.tensor([[448.0]])
     assert oracle.why_not(most.to(torch.float8_e4m3fn), most.double() * 5) is None
-
-
-def test_exact_sums_have_no_room():
-    exact = torch.tensor([[16777217.0, 3.0]], dtype=torch.float64)
-    assert oracle.why_not(exact.float(), exact, 0.0) is None
-    assert "not the exact ones" in oracle.why_not(exact.float() + torch.tensor([[2.0, 0.0]]), exact, 0.0)
-
-
-# What FP8's fast sums are off by, measured: benchmarks/results/accuracy_fp8_h200.json has it for 4096 rows and columns.
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy_fp8_h200.json"
-
-
-def as_tensor_cores_add(a, b):
-    """Return A Bᵀ as Hopper's Tensor Cores add products of FP8, 32 at a time, each with 13 bits below the greatest."""
-    sums = a.new_zeros(len(a), len(b))
-    for at in range(0, a.shape[1], 32):
-        parts = torch.cat((sums[..., None], a[:, None, at : at + 32] * b[:, at : at + 32]), -1)
-        step = torch.exp2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
-        sums = ((parts / step).trunc() * step).sum(-1)
-    return sums
-
-
-@pytest.mark.parametrize("k", [256, 4096])
-def test_one_sum_of_fp8_may_be_off_by_more_than_the_mean_bound(k):
-    """So one that is farther from 0 than that may be 0 or have the other sign: times an infinite scale, it shows."""
-    torch.manual_seed(0)
-    a, b = (torch.randn(64, k).to(torch.float8_e4m3fn).double() for _ in range(2))
-    exact, found = a @ b.T, as_tensor_cores_add(a, b)
-    rows = json.loads(MEASURED.read_text())["rows"]
-    (measured,) = (r["errors"]["fast"] for r in rows if (r["types"], r["d"], r["k"]) == ("e4m3,e4m3", "f32", k))
-    assert oracle.error(found, exact) == pytest.approx(measured, rel=0.1)
-    slack = (a.square() @ b.square().T).sqrt() * oracle.SUMS["e4m3"]
-    off = (found - exact).abs() / slack
-    assert off.max() < oracle.WORST
-    if k == 4096:
-        assert (off > 1).double().mean() > 0.05

@@ -78,17 +78,3 @@ def test_no_kernel_is_published_whose_halves_disagree(tmp_path):
     with pytest.raises(CompileError, match=r"on the host: \{'kernel': 520\}; on the device: \{'kernel': 528\}"):
         build_artifact(sm80_spec(), source="source", store=store, toolchain=toolkit.find())
     assert not list(store.entries())
-
-
-def test_sections_have_their_names():
-    data = library(HMMA)
-    assert [(s.name, s.executable) for s in elf.sections(data)] == [
-        (".text", True),
-        (".cutlass_ops.kernel", False),
-        (".dynsym", False),
-        (".dynstr", False),
-        (".dynamic", False),
-        (".names", False),
-    ]
-    (image,) = elf.gpu_images(data)
-    assert [s.name for s in elf.sections(image)] == [".text.kernel", ".nv.info.kernel", ".names"]

@@ -15,11 +15,14 @@ from signatures import signature, statistics
 
 from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle
-from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.artifacts.manifest import Manifest
+from cutlass_ops.base.checked_json import sealed
 from cutlass_ops.base.errors import BundleError, ConfigError
-from cutlass_ops.declare.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import ClusterShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality, render
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.ship import catalog
 
 MARK = "PWNED"
@@ -100,6 +103,7 @@ def contents(tmp_path_factory):
 # ---- Manifests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_changed_manifest_loads(contents, tmp_path):
     rng = random.Random(1)
     good = json.loads(contents.manifest.to_bytes())
@@ -117,6 +121,7 @@ def test_no_changed_manifest_loads(contents, tmp_path):
                 open_bundle(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_forger_who_seals_what_he_changed_gets_no_further(contents, tmp_path):
     """What is then accepted is a manifest in every field, names nothing outside the bundle, and loads no kernel as one
     that it was not compiled to be."""
@@ -148,25 +153,6 @@ def test_a_forger_who_seals_what_he_changed_gets_no_further(contents, tmp_path):
     assert loaded > 0  # of kernels that were left as they were
     assert refused > 0.8 * MANY
     assert accepted > 0
-
-
-def test_no_changed_byte_of_a_manifest_loads(contents):
-    rng = random.Random(3)
-    good = contents.manifest.to_bytes()
-    for _ in range(MANY):
-        data, at = bytearray(good), rng.randrange(len(good))
-        kind = rng.randrange(4)
-        if kind == 0:
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del data[at : at + rng.randrange(1, 50)]
-        elif kind == 2:
-            data[at:at] = rng.randbytes(rng.randrange(1, 50))
-        else:
-            data[at:at] = data[: rng.randrange(1, 50)]
-        if bytes(data) != good:
-            with pytest.raises(BundleError):
-                Manifest.from_bytes(bytes(data))
 
 
 def test_no_changed_archive_gives_other_bytes(contents, tmp_path):
@@ -205,6 +191,7 @@ def _specs():
     return [*own, *(entry.spec for entry in catalog.default())]
 
 
+@pytest.mark.slow
 def test_no_declaration_puts_text_into_cpp():
     rng = random.Random(5)
     rendered = refused = 0
@@ -243,10 +230,3 @@ def test_no_hostile_text_gets_into_a_declaration(text):
             _at(data, path[:-1])[path[-1]] = text
             with pytest.raises(ConfigError):
                 legality.require_legal(KernelSpec.from_json(data))
-
-
-def test_what_is_not_changed_is_not_refused(contents):
-    for spec in _specs():
-        assert KernelSpec.from_json(spec.to_json()) == spec
-        legality.require_legal(spec)
-    assert Manifest.from_bytes(contents.manifest.to_bytes()) == contents.manifest

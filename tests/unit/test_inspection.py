@@ -1,5 +1,6 @@
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_toolkit import FakeToolkit, library, sm80_spec
@@ -23,12 +24,12 @@ def artifact(tmp_path):
 
 @pytest.fixture
 def _described(monkeypatch):
-    monkeypatch.setattr(inspection, "_describe", lambda artifact: DESCRIBED)
-    monkeypatch.setattr(inspection, "_find_device", lambda target: None)
+    monkeypatch.setattr(inspection, "load", lambda artifact: SimpleNamespace(describe=lambda: DESCRIBED))
+    monkeypatch.setattr(inspection, "_ask_driver", lambda *_: None)
 
 
 @pytest.mark.usefixtures("_described")
-def test_report_without_a_device(artifact):
+def test_report(artifact):
     report = inspect(artifact)
     assert report.slug == sm80_spec().slug
     assert report.sass == {"HMMA": 1, "LDL": 2, "STL": 1}
@@ -56,8 +57,8 @@ OCCUPANCY = {
 @pytest.mark.parametrize(("target", "threads", "shared", "registers", "blocks"), OCCUPANCY.values(), ids=OCCUPANCY)
 def test_each_limit_of_occupancy(monkeypatch, target, threads, shared, registers, blocks):
     monkeypatch.setattr(inspection, "_ask_driver", lambda *_: None)
-    artifact, described = SimpleNamespace(target=target), {"threads": threads, "shared_memory": shared}
     resources = {"function": "f", "registers": registers, "static_shared_memory": 1024}
+    artifact, described = SimpleNamespace(target=target), {"threads": threads, "shared_memory": shared}
     assert inspection._occupancy(artifact, resources, described) == (blocks, None)
 
 
@@ -70,6 +71,7 @@ def test_by_path(artifact, monkeypatch):
         inspect(artifact.folder.parent)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_still_reported(artifact):
     report = inspect(artifact)
     assert report.registers == 168
@@ -79,8 +81,5 @@ def test_what_cannot_be_loaded_is_still_reported(artifact):
 @pytest.mark.usefixtures("_described")
 @pytest.mark.parametrize("error", [ImportError, RuntimeError])
 def test_no_driver_is_no_device(artifact, monkeypatch, error):
-    def fail(target):
-        raise error
-
-    monkeypatch.setattr(inspection, "_find_device", fail)
+    monkeypatch.setattr(inspection, "_ask_driver", Mock(side_effect=error))
     assert inspect(artifact).device is None

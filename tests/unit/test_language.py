@@ -10,12 +10,13 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.epilogue.operations import OPS
 from cutlass_ops.kinds.legality import check
-from cutlass_ops.run import reference
+from cutlass_ops.operand import reference
 from tests.gpu import edges, language
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(language.drawn()))
 def test_drawn_epilogues_against_float64(name):
     graph, programs = language.drawn_specs()[name].epilogue, language.drawn()[name]

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base import locks
-from cutlass_ops.base.errors import StoreError
 
 ADVICE = "use another folder"
 
@@ -41,26 +41,6 @@ def test_a_file_is_there_while_the_lock_is_held(tmp_path):
     with locks.attempted(tmp_path / "lock", "something", ADVICE) as got:
         assert got
     assert list(tmp_path.iterdir()) == []
-    assert descriptors() == before
-
-
-def test_a_file_that_a_killed_process_left_is_nobodys(tmp_path):
-    (tmp_path / "lock").write_text("{}")
-    with held(tmp_path / "lock"):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
-    before = descriptors()
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    for use in (lambda: held(tmp_path / "lock"), lambda: locks.attempted(tmp_path / "lock", "something", ADVICE)):
-        with pytest.raises(StoreError, match=f"{tmp_path} has no file locks.*{ADVICE}"), use():
-            pass
     assert descriptors() == before
 
 
@@ -95,15 +75,6 @@ def test_a_planted_pipe_is_refused(tmp_path):
     with pytest.raises(OSError, match="not a regular file"), held(tmp_path / "lock"):
         pass
     assert descriptors() == before
-
-
-def test_a_full_disk_costs_no_lock(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with held(tmp_path / "lock"):
-        assert (tmp_path / "lock").exists()
 
 
 def wait_for_warning(caplog):
@@ -151,6 +122,9 @@ def test_who_has_the_file_of_another_time_has_no_lock(tmp_path):
     fcntl.flock(first, fcntl.LOCK_EX)
     thread = threading.Thread(target=work)
     thread.start()
+    # It waits for this file, and not for the next one.
+    while sum(os.path.realpath(f"/proc/self/fd/{each}") == str(path) for each in os.listdir("/proc/self/fd")) < 2:
+        time.sleep(0.01)
     path.unlink()
     second = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(second, fcntl.LOCK_EX)
@@ -206,6 +180,7 @@ else:  # the child leaves the context
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("who", ["same thread", "other thread"])
 def test_a_forked_process_does_not_keep_a_dead_ones_lock(tmp_path, who):
     code = [sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + _FORKS, str(tmp_path / "lock"), who]
@@ -219,32 +194,6 @@ def test_a_forked_process_does_not_keep_a_dead_ones_lock(tmp_path, who):
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
-
-
-def test_no_process_is_forked_between_opening_a_file_and_knowing_of_it(tmp_path):
-    script = """
-import os, sys, threading, time
-from cutlass_ops.base import locks
-opened, known, real = threading.Event(), [], os.open
-def slow(path, *rest, **more):
-    found = real(path, *rest, **more)
-    if path == sys.argv[1]:
-        opened.set()
-        time.sleep(0.3)
-        known.append(found)
-    return found
-os.open = slow
-thread = threading.Thread(target=lambda: locks._Handle(sys.argv[1]))
-thread.start()
-opened.wait()
-child = os.fork()
-if child == 0:
-    os._exit(len(known) != 1 or os.path.exists(f"/proc/self/fd/{known[0]}"))
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    code = [sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + script, str(tmp_path / "lock")]
-    done = subprocess.run(code, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_process_does_not_give_its_parents_lock_back(tmp_path):

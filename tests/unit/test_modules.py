@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from processes import run_with_pytorch
 from signatures import A100, H100
 from torch import nn
 
@@ -23,34 +22,40 @@ FUNCTIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "hardswish": F.hardswish,
+    "leaky_relu": F.leaky_relu,
     "mish": F.mish,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
     "softplus": F.softplus,
 }
 
 
-def gated(m, x):
-    return m.down_proj(m.gate_proj(x) * m.up_proj(x))  # the gate's layer has the activation
+def plus(d, residual):
+    return d if residual is None else d + residual
 
 
 def as_pytorch(module):
     """The same module in FP64, with PyTorch's forwards."""
     other = copy.deepcopy(module).double()
     for each in other.modules():
+        activation = FUNCTIONS[getattr(each, "activation", None) or "none"]
         if isinstance(each, co.nn.Linear):
-            each.forward = lambda x, residual=None, m=each: (
-                FUNCTIONS[m.activation or "none"](F.linear(x, m.weight, m.bias)) + (0 if residual is None else residual)
+            each.forward = lambda x, residual=None, m=each, f=activation: plus(
+                f(F.linear(x, m.weight, m.bias)), residual
             )
-    for each in other.modules():
-        if isinstance(each, co.nn.MLP):
-            each.forward = lambda x, residual=None, m=each: m.fc2(m.fc1(x)) + (0 if residual is None else residual)
+        elif isinstance(each, co.nn.MLP):
+            each.forward = lambda x, residual=None, m=each, f=activation: plus(m.fc2(f(m.fc1(x))), residual)
         elif isinstance(each, co.nn.GatedMLP):
-            each.forward = lambda x, residual=None, m=each: gated(m, x) + (0 if residual is None else residual)
+            each.forward = lambda x, residual=None, m=each, f=activation: plus(
+                m.down_proj(f(m.gate_proj(x)) * m.up_proj(x)), residual
+            )
         elif isinstance(each, co.nn.RMSNormLinear | co.nn.LayerNormLinear):
-            each.forward = lambda x, m=each: m.linear(m.norm(x))
+            each.forward = lambda x, m=each, f=activation: f(m.linear(m.norm(x)))
     return other
 
 
@@ -130,12 +135,10 @@ def test_every_activation(activation, biased):
             close(module(x), as_pytorch(module)(x.double()))
 
 
-# The quick tests compile each forward once: a bias and another activation are the same to a compiler.
-FORWARDS = ("linear", "mlp", "swiglu", "rmsnorm", "layernorm", "block")
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [n if n in FORWARDS else pytest.param(n, marks=pytest.mark.slow) for n in MODULES])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((n, "aot_eager") for n in MODULES), *((n, "inductor") for n in ("swiglu", "block"))]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
 def test_modules_compile_as_one_graph_forward_and_backward(name, backend):
     torch._dynamo.reset()
@@ -143,13 +146,16 @@ def test_modules_compile_as_one_graph_forward_and_backward(name, backend):
     d, wanted = step(module, given)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     found_d, found = step(compiled, given)
-    close(found_d, d.double(), 0.01)
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip([found_d, *found], [d, *wanted], strict=True):
         close(x, y.double(), 0.01)
     with torch.no_grad():
-        close(call(torch.compile(module, backend=backend, fullgraph=True), given), d.double(), 0.01)
+        other, inference = call(module, given), call(torch.compile(module, backend=backend, fullgraph=True), given)
+    close(inference, other.double(), 0.01)
+    # The same ops run. By itself, an activation reads what a GEMM has rounded, and gives other bits.
+    assert backend == "inductor" or (torch.equal(found_d, d) and torch.equal(inference, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strict"), in_turn(MODULES, (False, True)))
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The given buffer is not writable")  # PyTorch's own
 def test_modules_are_exported(name, strict, tmp_path):
@@ -171,24 +177,17 @@ def test_modules_are_exported(name, strict, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_copies_and_pickles_are_the_same_module(name):
+def test_a_module_is_copied_pickled_begun_on_meta_and_moved(name):
     module, given = made(name)
+    begun = MODULES[name][0](device="meta")
+    assert all(p.is_meta for p in begun.parameters())
+    begun = begun.to_empty(device="cpu").to(BF16)
+    begun.load_state_dict(module.state_dict())
     with torch.no_grad():
         wanted = call(module, given)
-        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), begun):
             assert torch.equal(call(other, given), wanted)
             assert all(x is not y for x, y in zip(other.parameters(), module.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_begins_on_meta_and_moves(name):
-    module, given = made(name)
-    other = MODULES[name][0](device="meta")
-    assert all(p.is_meta for p in other.parameters())
-    other = other.to_empty(device="cpu").to(BF16)
-    other.load_state_dict(module.state_dict())
-    with torch.no_grad():
-        assert torch.equal(call(other, given), call(module, given))
         half = copy.deepcopy(module).half()
         assert call(half, [x.half() for x in given]).dtype is torch.float16
 
@@ -203,9 +202,6 @@ def test_state_dicts_are_pytorch_s():
     for mine, theirs in pairs:
         mine.load_state_dict(theirs.state_dict())
         assert all(map(torch.equal, mine.state_dict().values(), theirs.state_dict().values()))
-
-
-def test_initial_weights_are_pytorch_s():
     torch.manual_seed(0)
     mine = co.nn.Linear(K, N, activation="relu")
     torch.manual_seed(0)
@@ -213,74 +209,11 @@ def test_initial_weights_are_pytorch_s():
     assert "in_features=16, out_features=24, bias=True, activation='relu'" in repr(mine)
 
 
-def test_tied_weights_add_up():
-    torch.manual_seed(0)
-    embedding, head = nn.Embedding(N, K, dtype=BF16), co.nn.Linear(K, N, bias=False, dtype=BF16)
-    head.weight = embedding.weight
-    tokens = torch.tensor([1, 2, 3])
-
-    def loss(dtype):
-        x = F.embedding(tokens, embedding.weight.to(dtype))
-        return (head(x) if dtype is BF16 else x @ head.weight.to(dtype).t()).float().square().sum()
-
-    found, exact = (torch.autograd.grad(loss(t), embedding.weight)[0] for t in (BF16, torch.float64))
-    close(found, exact.double())
-
-
-def test_hooks_of_inner_layers_run():
-    module, given = made("swiglu")
-    seen = []
-    module.up_proj.register_forward_hook(lambda m, x, d: seen.append(d.shape))
-    d, found = step(module, given)
-    assert seen == [(2, 8, HIDDEN)]
-    exact_d, exact = step(as_pytorch(module), [x.detach().double().requires_grad_() for x in given])
-    close(d, exact_d)
-    for x, y in zip(found, exact, strict=True):
-        close(x, y, 0.02)
-
-
-@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
-def test_a_folded_norm_follows_its_parameters(name):
-    module, (x,) = made(name)
-    assert module.fold() is module
-    with torch.no_grad():
-        for change in (
-            lambda: None,
-            lambda: module.norm.weight.mul_(2.0),
-            lambda: module.linear.weight.mul_(0.5),
-            lambda: module.load_state_dict({n: v * 1.5 for n, v in module.state_dict().items()}),
-        ):
-            change()
-            folded = module._folded.value
-            close(module(x), as_pytorch(module)(x.double()))
-        assert module._folded.value is not folded
-    assert not copy.deepcopy(module).folds
-    assert not pickle.loads(pickle.dumps(module)).folds
-    # Gradients are those of the parameters, and not of the copy.
-    torch.autograd.grad(module(x).sum(), list(module.parameters()))
-    assert module._folded.value is None
-    with torch.no_grad():
-        module(x)
-    assert module._folded.value is not None
-    assert module.half()._folded.value is None
-    assert module.folds
-
-
-def test_a_norm_without_a_weight_is_folded_as_one_of_ones():
-    module, (x,) = made("rmsnorm")
-    module.norm = torch.nn.RMSNorm(module.norm.normalized_shape, eps=1e-5, elementwise_affine=False)
-    with torch.no_grad():
-        before = module(x)
-        assert torch.equal(module.fold()(x), before)
-
-
 def test_autocast_casts_what_f_linear_casts():
     torch.manual_seed(0)
     module = nn.Sequential(co.nn.Linear(K, N, activation="gelu"), co.nn.MLP(N, HIDDEN), co.nn.RMSNormLinear(N, N))
     module.append(co.nn.GatedMLP(N, HIDDEN)).append(co.nn.LayerNormLinear(N, N))
     x = torch.randn(8, K)
-    with pytest.raises(TypeError, match=r"^a is torch\.float32, .* convert a and b to torch\.bfloat16"):
-        module(x)
     for dtype in (BF16, torch.float16):
         with torch.autocast("cpu", dtype):
             d = module(x)
@@ -292,10 +225,11 @@ def test_autocast_casts_what_f_linear_casts():
         for g, y, p in zip(found, wanted, module.parameters(), strict=True):
             assert g.dtype is p.dtype is torch.float32
             close(g, y, 0.06)
-    with torch.autocast("cpu", BF16, enabled=False), pytest.raises(TypeError, match=r"^a is torch\.float32"):
-        module(x)
+    with torch.autocast("cpu", BF16, enabled=False):
+        assert module(x).dtype is torch.float32
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "backend"), in_turn([n for n, (_, taken) in MODULES.items() if taken], ("aot_eager", None))
 )
@@ -314,36 +248,104 @@ def test_an_fp32_residual_stays_one(name, backend):
         assert module(x, residual=residual).dtype is BF16
 
 
-def test_a_step_with_a_scaler_and_checkpoints():
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_are_pytorch_s(name, dtype):
+    """By F.linear and PyTorch's activations, forward and backward."""
+    module, given = made(name, dtype)
+    d, found = step(module, given)
+    exact_d, exact = step(as_pytorch(module), [x.detach().double().requires_grad_() for x in given])
+    assert d.dtype is dtype
+    for x, y in zip((d, *found), (exact_d, *exact), strict=True):
+        close(x, y, 1e-5 if dtype is torch.float32 else 1e-12)
+
+
+# ---- Activations and epilogues ---------------------------------------------------------------------------------------
+
+
+def test_names_mean_what_they_do_in_hugging_face():
+    activations = pytest.importorskip("transformers.activations").ACT2FN
+    x = torch.linspace(-9, 9, 500)
+    named = {*epilogues.ALIASES, *epilogues.ACTIVATIONS} & set(activations)
+    assert {"gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu", "swish", "relu2", "linear"} <= named
+    for name in named:
+        function = epilogues.ACTIVATIONS[epilogues.known(name)].function
+        torch.testing.assert_close(function(x), activations[name](x), rtol=1e-5, atol=1e-5)
+
+
+@co.epilogue
+def scaled(acc, gain: co.Row, offset: co.Tile, factor: co.Scalar):
+    return co.e.tanh(acc * gain) * factor + offset
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_has_an_epilogue(dtype, bias):
     torch.manual_seed(0)
-    module = nn.Sequential(co.nn.MLP(K, HIDDEN), co.nn.GatedMLP(K, HIDDEN))
-    optimizer, scaler = torch.optim.SGD(module.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    x, before = torch.randn(8, K), copy.deepcopy(module)
+    layer = co.nn.Linear(K, N, bias, dtype=dtype, epilogue=scaled)
+    x, gain, offset, residual = (torch.randn(s).to(dtype) for s in ((2, 4, K), (N,), (2, 4, N), (2, 4, N)))
+    given = [v.requires_grad_() for v in (x, gain, offset, residual, *layer.parameters())]
+    d = layer(x, gain=gain, offset=offset, factor=0.5, residual=residual)
+    wide = [v.detach().double().requires_grad_() for v in given]
+    exact = torch.tanh(F.linear(wide[0], wide[4], wide[5] if bias else None) * wide[1]) * 0.5 + wide[2] + wide[3]
+    close(d, exact)
+    grad = torch.randn(d.shape, dtype=torch.float64)
+    for found, wanted in zip(
+        torch.autograd.grad(d, given, grad.to(dtype)), torch.autograd.grad(exact, wide, grad), strict=True
+    ):
+        close(found, wanted, 0.02)
+    assert repr(layer).endswith("epilogue=scaled)")
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x, gain=gain, offset=offset, factor=0.5, residual=residual), d)
 
-    def loss(m, checkpointed):
-        run = torch.utils.checkpoint.checkpoint if checkpointed else lambda f, x, **_: f(x)
-        with torch.autocast("cpu", torch.float16):
-            return run(m, x, use_reentrant=False).float().square().mean()
 
-    scaler.scale(loss(module, True)).backward()
-    grads = [p.grad.clone() / 1024.0 for p in module.parameters()]
-    wanted = torch.autograd.grad(loss(before, False), list(before.parameters()))
-    for g, y in zip(grads, wanted, strict=True):
-        close(g, y.double(), 0.02)
-    scaler.step(optimizer)
-    scaler.update()
-    assert not any(map(torch.equal, module.parameters(), before.parameters()))
+def test_an_epilogue_that_does_not_fit_says_what_to_do():
+    @co.epilogue
+    def biased(acc, bias: co.Row):
+        return acc + bias
+
+    @co.epilogue
+    def noted(acc):
+        return {"d": acc, "most": co.e.amax(acc, dim=1)}
+
+    layer, x = co.nn.Linear(K, N, dtype=BF16, epilogue=scaled), torch.randn(4, K).to(BF16)
+    for call, kind, said in (
+        (
+            lambda: co.nn.Linear(K, N, epilogue=torch.relu),
+            TypeError,
+            r"^epilogue must be a function with @co\.epilogue",
+        ),
+        (lambda: co.nn.Linear(K, N, epilogue=scaled, activation="relu"), TypeError, "^activation is 'relu', and there"),
+        (lambda: co.nn.Linear(K, N, epilogue=biased), ValueError, "^epilogue has an input bias, which the layer adds"),
+        (lambda: co.nn.Linear(K, N, epilogue=noted), ValueError, r"^epilogue has the outputs d, most, .*call co\.gemm"),
+        (lambda: layer(x), TypeError, "^factor is missing: besides x and residual=, this layer takes gain, offset"),
+        (lambda: layer(x, other=1), TypeError, "^factor is missing"),
+        (lambda: co.nn.Linear(K, N, dtype=BF16)(x, scale=2), TypeError, "^scale is no input: .* takes nothing by name"),
+    ):
+        with pytest.raises(kind, match=said):
+            call()
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="activation is 'swish': use one of none, relu, gelu"):
-        co.nn.Linear(K, N, activation="swish")
-    with pytest.raises(ValueError, match="num_heads is 4, num_kv_heads 3 and head_dim 8"):
-        co.nn.DecoderBlock(32, 64, num_heads=4, num_kv_heads=3)
+    for wrong in ("swiss", F.gelu):
+        with pytest.raises(ValueError, match=r"^activation is .*: use one of none, relu, gelu.*swish.*epilogue="):
+            co.nn.MLP(K, N, activation=wrong)
+    for arguments, said in (
+        ((32, 64, 4, 3), "num_heads is 4, num_kv_heads 3 and head_dim 8"),
+        ((32, 64, 4, 0), "num_kv_heads 0"),
+        ((32, 64, 3), "num_heads is 3, num_kv_heads 3 and head_dim 10.6667"),
+        ((32, 64, 4, 4, 0), "head_dim 0"),
+        ((32, 64, 0), "num_heads is 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            co.nn.DecoderBlock(*arguments)
+    with pytest.raises(AttributeError):
+        co.nn.Linear(K, N, activation="relu").activation = "silu"
     with pytest.raises(ValueError, match=r"a \(8, 15\) and b \(16, 24\)"):
         co.nn.Linear(K, N, dtype=BF16)(torch.zeros(8, 15, dtype=BF16))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "gpu"), in_turn(MODULES, (H100, A100)))
 def test_kernels_serve_a_module_s_step(name, gpu, device):
     device.device = gpu
@@ -372,16 +374,6 @@ def test_a_gate_s_op_is_one_kernel_on_hopper_and_two_before(biased, device):
     op._plans.clear()
     close(other(x, w.t(), up.t(), *biases), first.double(), 0.01)
     assert len(device.launches) == 3
-
-
-def test_importing_the_library_does_not_import_its_modules():
-    found = run_with_pytorch(
-        "import sys, cutlass_ops as co\n"
-        "assert not [name for name in sys.modules if name.startswith('cutlass_ops.nn')]\n"
-        "assert co.nn.Linear(8, 8).weight.shape == (8, 8)\n"
-        "assert 'transformers' not in sys.modules\n"
-    )
-    assert (found.returncode, found.stderr) == (0, "")
 
 
 @pytest.mark.slow

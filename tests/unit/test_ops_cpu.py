@@ -9,9 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
-from cutlass_ops.run import kernels, named, ops, serving
-from cutlass_ops.run.call import device_of
-from cutlass_ops.run.results import Outputs
+from cutlass_ops.operand.call import device_of
+from cutlass_ops.operand.results import Outputs
+from cutlass_ops.run import cold, kernels, named
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -27,7 +27,6 @@ COMPOSED = {
     co.gemm_bias_relu_residual: lambda a, b, bias, residual: F.relu(a @ b + bias) + residual,
 }
 NAMED = [pytest.param(op, id=op.__name__) for op in COMPOSED]
-MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
 # Ones, primes, and the neighbours of a tile's side.
 SHAPES = [(1, 1, 1), (1, 64, 16), (7, 1, 31), (37, 101, 67), (63, 65, 129), (64, 128, 8), (129, 127, 1)]
 
@@ -71,6 +70,7 @@ def _seed():
 # ---- Values -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("op", NAMED)
@@ -80,13 +80,6 @@ def test_every_op_rounds_once(op, dtype, shape):
     assert d.dtype == dtype
     assert d.is_contiguous()
     assert_accurate(d, op, a, b, inputs)
-
-
-@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
-@pytest.mark.parametrize("op", NAMED)
-def test_every_op_takes_either_major(op, majors):
-    a, b, inputs = arguments(op, (37, 101, 67), BF16, majors)
-    assert_accurate(op(a, b, **inputs), op, a, b, inputs)
 
 
 def test_whole_numbers_are_exact_until_the_one_rounding():
@@ -159,42 +152,6 @@ def everything_exact(a, b, bias, scale, residual, alpha):
     return {"d": d, "pre": pre, "row_square": d.square().sum(-1), "col_max": pre.flatten(0, -2).amax(0)}
 
 
-def test_an_epilogue_with_every_kind_of_input_and_output():
-    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
-    result = co.gemm(a, b, epilogue=everything, **inputs)
-    wanted = everything_exact(a, b, **inputs)
-    assert result._fields == ("d", "pre", "row_square", "col_max")
-    for name, dtype in {"d": BF16, "pre": BF16, "row_square": F32, "col_max": F32}.items():
-        found = getattr(result, name)
-        assert found.dtype == dtype
-        assert found.shape == wanted[name].shape
-        assert error(found, wanted[name]) <= torch.finfo(dtype).eps + 1e-6
-
-
-def test_all_outputs_can_be_given():
-    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
-    wanted = co.gemm(a, b, epilogue=everything, **inputs)
-    out = {name: torch.full_like(x, math.nan) for name, x in wanted._asdict().items()}
-    result = co.gemm(a, b, epilogue=everything, **inputs, out=out)
-    for given, found, x in zip(out.values(), result, wanted, strict=True):
-        assert found is given
-        assert torch.equal(found, x)
-    some = {"row_square": torch.full((9,), math.nan, dtype=F16)}
-    result = co.gemm(a, b, epilogue=everything, **inputs, out=some)
-    assert result.row_square is some["row_square"]
-    assert torch.equal(result.row_square, wanted.row_square.to(F16))
-    assert torch.equal(result.d, wanted.d)
-    assert torch.equal(co.gemm_bias(a, b, inputs["bias"], out={"d": out["d"]}), co.gemm_bias(a, b, inputs["bias"]))
-
-
-def test_d_of_an_epilogue_of_ones_own_in_another_dtype():
-    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
-    result = co.gemm(a, b, epilogue=everything, **inputs, out_dtype=F32)
-    # Further tiles are stored in D's dtype.
-    assert (result.d.dtype, result.pre.dtype) == (F32, F32)
-    assert error(result.d, everything_exact(a, b, **inputs)["d"]) <= 1e-6
-
-
 @pytest.mark.parametrize("alpha", [2, 0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=F16)], ids=repr)
 def test_a_scalar_is_a_number_or_a_tensor_without_dimensions(alpha):
     a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs() | {"alpha": alpha}
@@ -214,35 +171,6 @@ def test_outputs_may_be_called_as_methods_of_tuples_are():
     assert found.index is found[2]
     usual = Outputs(("d", "pre"), (1, 2))
     assert (usual.count(2), usual.index(2)) == (1, 1)
-
-
-@co.epilogue
-def normed_gate(acc, eps: co.Scalar, up: co.Product, bias: co.Row):
-    """A gate behind a norm, and the mean of rows."""
-    scale = co.rsqrt(co.mean_square_of_a() + eps)
-    return co.silu(acc * scale + bias) * (up * scale) + co.mean_of_a()
-
-
-@pytest.mark.parametrize("major", ["row", "col"])
-def test_values_gathered_from_a_and_a_second_product(major):
-    a, b, up = matrix(12, 20, BF16, major), matrix(20, 16, BF16, "col"), matrix(20, 16, BF16, "col")
-    bias = torch.randn(16)
-    d = co.gemm(a.view(3, 4, 20) if major == "row" else a, b, epilogue=normed_gate, eps=1e-5, up=up, bias=bias)
-    x = a.double()
-    scale = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    wanted = F.silu(x @ b.double() * scale + bias.double()) * (x @ up.double() * scale) + x.mean(1, keepdim=True)
-    assert error(d.reshape(12, 16), wanted) <= torch.finfo(BF16).eps
-    assert "up : (K, N)" in ops.op(normed_gate).__doc__
-
-
-def test_equal_epilogues_are_one_op():
-    @co.epilogue
-    def again(x, bias: co.Row):
-        return co.relu(x + bias)
-
-    assert ops.op(again) is ops.op(again)
-    a, b, bias = matrix(4, 8, BF16), matrix(8, 6, BF16), torch.randn(6)
-    assert torch.equal(co.gemm(a, b, epilogue=again, bias=bias), co.gemm_bias_relu(a, b, bias))
 
 
 # ---- Shapes, slices, outputs --------------------------------------------------------------------------------------
@@ -277,21 +205,6 @@ def test_slices_and_transposed_views_leave_their_surroundings_alone():
     assert whole.isfinite().sum() == 2 * wanted.numel()
 
 
-def test_a_residual_may_be_overwritten_in_place():
-    a, b, inputs = arguments(co.gemm_bias_relu_residual, (12, 16, 8))
-    wanted = co.gemm_bias_relu_residual(a, b, **inputs)
-    residual = inputs["residual"]
-    assert co.gemm_bias_relu_residual(a, b, **inputs, out=residual) is residual
-    assert torch.equal(residual, wanted)
-
-
-def test_inputs_are_not_changed():
-    a, b, inputs = arguments(co.gemm_bias_relu_residual, (12, 16, 8))
-    before = [x.clone() for x in (a, b, *inputs.values())]
-    co.gemm_bias_relu_residual(a, b, **inputs)
-    assert all(torch.equal(x, y) for x, y in zip(before, (a, b, *inputs.values()), strict=True))
-
-
 def test_inputs_go_by_position_or_by_name():
     a, b, inputs = arguments(co.gemm_bias_residual, (12, 16, 8))
     bias, residual = inputs["bias"], inputs["residual"]
@@ -313,44 +226,21 @@ def test_results_carry_no_gradient_and_parameters_serve_under_no_grad():
 
 
 A, B, BIAS = torch.zeros(4, 8, dtype=BF16), torch.zeros(8, 6, dtype=BF16), torch.zeros(6, dtype=BF16)
-SQUARE, TILE = torch.zeros(8, 8, dtype=BF16), torch.zeros(4, 6, dtype=BF16)
+TILE = torch.zeros(4, 6, dtype=BF16)
 GRAD = torch.zeros(6, requires_grad=True)
 ERRORS = {
     "nothing given": (lambda: co.gemm_bias(A, B), TypeError, r"^gemm_bias takes \(a, b, bias\): bias is missing$"),
     "one too many": (lambda: co.gemm_bias(A, B, BIAS, TILE), TypeError, r"^gemm_bias takes .*: 4 were given$"),
     "an unknown name": (lambda: co.gemm_bias(A, B, BIAS, beta=1), TypeError, r"beta is unknown$"),
     "twice": (lambda: co.gemm_bias(A, B, BIAS, bias=BIAS), TypeError, r"bias is given twice$"),
-    "gemm with an input": (lambda: co.gemm(A, B, bias=BIAS), TypeError, r"^gemm takes \(a, b\): bias is unknown$"),
+    "gemm with an input": (lambda: co.gemm(A, B, bias=BIAS), TypeError, r"^gemm takes \(a, b\): .* \(pass an epi"),
     "not an epilogue": (lambda: co.gemm(A, B, epilogue=F.relu), TypeError, r"decorated with @cutlass_ops\.epilogue"),
-    "A in FP32": (lambda: co.gemm(A.float(), B.float()), TypeError, r"^a is torch\.float32"),
-    "A and B differ": (lambda: co.gemm(A, B.half()), TypeError, r"^b is torch\.float16 and a is torch\.bfloat16"),
-    "a weight": (lambda: co.gemm(A, torch.zeros(6, 8, dtype=BF16)), ValueError, r"pass b\.t\(\)$"),
-    "A as a list": (lambda: co.gemm([[1.0]], B), TypeError, r"^a must be a torch\.Tensor, not list"),
     "B as NumPy": (
         lambda: co.gemm(A, A.float().numpy()),
         TypeError,
         r"^b must be a torch\.Tensor, not ndarray: pass torch\.from_dlpack\(b\)$",
     ),
-    "a bias of M": (lambda: co.gemm_bias(A, B, BIAS[:4]), ValueError, r"^bias has shape \(4,\): as a Row .* \(6,\)"),
-    "a strided bias": (lambda: co.gemm_bias(A, B, torch.zeros(12)[::2]), ValueError, r"^bias has stride 2"),
-    "a residual of (N, M)": (lambda: co.gemm_residual(A, B, TILE.t()), ValueError, r"^residual has shape \(6, 4\)"),
     "a gradient and out": (lambda: co.gemm_bias(A, B, GRAD, out=TILE), ValueError, r"^bias requires grad.*no_grad"),
-    "out too small": (lambda: co.gemm(A, B, out=TILE[:3]), ValueError, r"^out has shape \(3, 6\): .* \(4, 6\)$"),
-    "out is A": (
-        lambda: co.gemm(A, B[:, :1].expand(8, 8).contiguous(), out=A),
-        ValueError,
-        r"^out shares memory with a",
-    ),
-    "out beside residual": (
-        lambda: co.gemm_residual(A, B, TILE, out=TILE.view(-1).view(F16).view(4, 6)),
-        ValueError,
-        r"^out shares memory with residual: .*same strides and dtype",
-    ),
-    "out in FP64": (lambda: co.gemm(A, B, out=torch.zeros(4, 6, dtype=F64)), TypeError, r"^out is torch\.float64"),
-    "out_dtype in FP64": (lambda: co.gemm(A, B, out_dtype=F64), TypeError, r"^out_dtype is torch\.float64"),
-    "out against out_dtype": (lambda: co.gemm(A, B, out=TILE, out_dtype=F32), TypeError, r"^out is .* asks for"),
-    "an unknown output": (lambda: co.gemm(A, B, out={"e": TILE}), ValueError, r"^out names e: the outputs are d$"),
-    "devices": (lambda: co.gemm(A, B.to("meta")), ValueError, r"^b is on meta and a is on cpu"),
 }
 
 
@@ -358,12 +248,6 @@ ERRORS = {
 def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
-
-
-@pytest.mark.parametrize("alpha", [True, "1", None, [1.0], 1j, torch.zeros(2)], ids=repr)
-def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
-    with pytest.raises((TypeError, ValueError), match=r"^alpha "):
-        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
 
 
 @pytest.mark.parametrize("alpha", [1e39, -3.4028236e38, torch.tensor(1e39, dtype=torch.float64), 10**40], ids=repr)
@@ -375,11 +259,6 @@ def test_a_scalar_that_would_be_infinite_is_refused(alpha):
         co.gemm(A, B, epilogue=everything, **inputs)
     for finite in (float("inf"), 3.4028235e38, float("nan")):
         co.gemm(A, B, epilogue=everything, **inputs | {"alpha": finite})
-
-
-def test_a_scalar_tensor_is_checked_like_any_other():
-    with pytest.raises(TypeError, match=r"^alpha is torch\.bool"):
-        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": torch.tensor(1 < 2)})
 
 
 def test_a_refused_call_writes_nothing():
@@ -394,15 +273,8 @@ def test_a_refused_call_writes_nothing():
 
 def test_an_op_describes_itself():
     assert repr(co.gemm_bias_relu_residual) == "<op gemm_bias_relu_residual(a, b, bias, residual)>"
-    assert list(inspect.signature(co.gemm_bias_residual).parameters) == [
-        "a",
-        "b",
-        "bias",
-        "residual",
-        "out",
-        "out_dtype",
-        "math",
-    ]
+    found = list(inspect.signature(co.gemm_bias_residual).parameters)
+    assert found == ["a", "b", "bias", "residual", "groups", "out", "out_dtype", "math"]
     assert "D = relu(A @ B + bias)." in co.gemm_bias_relu.__doc__
     for op in named.NAMED:
         for name in ("Parameters", "Returns", "Raises", *(i.name for i in op.graph.inputs)):
@@ -422,16 +294,18 @@ SPEC = co.KernelSpec(
 
 def test_an_exact_kernel_needs_a_device():
     kernel = kernels.Kernel(SPEC, None)
-    with pytest.raises(co.NoDeviceError, match=r"a is on cpu, and .* runs only on CUDA devices"):
+    with pytest.raises(co.errors.NoDeviceError, match=r"a is on cpu, and .* runs only on CUDA devices"):
         kernel(matrix(9, 20, BF16), matrix(20, 14, BF16), **everything_inputs())
     with pytest.raises(TypeError, match="alpha is missing"):
         kernel(A, B, BIAS, BIAS, TILE)
 
 
 def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
-    monkeypatch.setattr(serving, "device_of", lambda device: Device((9, 0), 132))
-    monkeypatch.setattr(serving.dispatch, "decide", lambda *_: None)
-    with pytest.raises(co.UnsupportedError, match=r"no kernel supports gemm_bias with a bf16\.row.* capability 9\.0"):
+    monkeypatch.setattr(cold, "device_of", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(cold.dispatch, "decide", lambda *_: None)
+    with pytest.raises(
+        co.errors.UnsupportedError, match=r"no kernel supports gemm_bias with a bf16\.row.* capability 9\.0"
+    ):
         co.gemm_bias.plan(A, B, BIAS)
 
 
@@ -446,8 +320,8 @@ def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
     ],
 )
 def test_a_device_of_another_generation_says_what_there_is_and_what_to_do(monkeypatch, capability, says):
-    monkeypatch.setattr(serving, "device_of", lambda device: Device(capability, 40, "Some GPU"))
-    with pytest.raises(co.UnsupportedError) as error:
+    monkeypatch.setattr(cold, "device_of", lambda device: Device(capability, 40, "Some GPU"))
+    with pytest.raises(co.errors.UnsupportedError) as error:
         co.gemm_bias.plan(A, B, BIAS)
     major, minor = capability
     message = str(error.value)
@@ -459,7 +333,7 @@ def test_a_device_of_another_generation_says_what_there_is_and_what_to_do(monkey
 @pytest.mark.parametrize("device", ["xpu:0", "mps", "hpu"])
 def test_a_device_that_is_neither_cuda_nor_the_cpu(device):
     with pytest.raises(
-        co.NoDeviceError, match=rf"tensors are on {device}: .* Move the tensors, or use PyTorch's operation$"
+        co.errors.NoDeviceError, match=rf"tensors are on {device}: .* Move the tensors, or use PyTorch's operation$"
     ):
         device_of(torch.device(device))
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cutlass_ops.base import writable
+from cutlass_ops.base import disk
 
 READABLE_BY_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
@@ -13,10 +13,10 @@ def test_places_that_can_be_written_are_left_as_they_are(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path / "file", tmp_path / "new", tmp_path / "a" / "b" / "new", tmp_path / "link"):
-        writable.require_file(path)
+        disk.require_file(path)
     for path in (tmp_path, tmp_path / "new", tmp_path / "a" / "b"):
-        writable.require_folder(path)
-    writable.require_new(tmp_path / "a" / "b")
+        disk.require_folder(path)
+    disk.require_new(tmp_path / "a" / "b")
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
     assert (tmp_path / "file").read_text() == "old"
 
@@ -42,9 +42,9 @@ def test_a_file_that_cannot_be_written(tmp_path, path, why):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=why):
-        writable.require_file(tmp_path / path)
+        disk.require_file(tmp_path / path)
     with pytest.raises(ValueError, match=f"{why}|already exists"):
-        writable.require_new(tmp_path / path)
+        disk.require_new(tmp_path / path)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_a_file_that_cannot_be_written(tmp_path, path, why):
 def test_a_folder_that_cannot_be_written(tmp_path, path, why):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=why):
-        writable.require_folder(tmp_path / path)
+        disk.require_folder(tmp_path / path)
 
 
 @READABLE_BY_ROOT
 def test_a_folder_of_others(tmp_path):
     tmp_path.chmod(0o500)
-    for require in (writable.require_file, writable.require_new):
+    for require in (disk.require_file, disk.require_new):
         with pytest.raises(ValueError, match=f"this user may not create files in {tmp_path}"):
             require(tmp_path / "file")
     tmp_path.chmod(0o700)

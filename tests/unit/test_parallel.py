@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"),
-]
 
-CASES = ["ddp", "fsdp2", "tensor_parallel", "residuals", "dtensors"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_compute_what_one_does(name, tmp_path):
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+def test_two_processes_compute_what_one_does(tmp_path):
+    """All cases in the same two processes, which take ten seconds each to start."""
     from tests import parallel  # late: not every PyTorch has what it imports
 
-    assert list(parallel.CASES) == CASES
-    parallel.together(name, 2, "gloo", tmp_path)
+    parallel.together(",".join(parallel.CASES), 2, "gloo", tmp_path, seconds=400)

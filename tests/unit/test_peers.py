@@ -1,9 +1,11 @@
 """PyTorch as a peer: the same results as the reference, and as careful with its arguments as a kernel."""
 
+import logging
 import math
 
 import pytest
 import torch
+from fake_device import fake_device
 from signatures import H100
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,9 +15,8 @@ from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run import named, serving
-from cutlass_ops.run.call import check_call, signature_of
-from cutlass_ops.run.fallbacks import PeerPlan, can_fall_back, make_peer_plan
+from cutlass_ops.operand.call import check_call, signature_of
+from cutlass_ops.run import ops
 from cutlass_ops.run.peers import peers
 from cutlass_ops.tools import explaining
 
@@ -46,50 +47,10 @@ def test_every_peer_computes_the_epilogue(epilogue):
         torch.testing.assert_close(d.double(), wanted, rtol=0.03, atol=0.1)
 
 
-def test_a_peers_plan_serves_cold_and_warm_calls():
-    call = call_of(builtin.bias_relu_residual)
-    plan = make_peer_plan("eager", call)
-    plan.launch_call(call)
-    a, b, inputs = call.arguments.a, call.arguments.b, tuple(call.arguments.inputs.values())
-    (warm,) = plan.run(a, b, inputs, None)
-    assert torch.equal(warm, call.outputs[0])
-    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
-    assert plan.run(a, b, inputs, (out,))[0] is out
-    assert torch.equal(out, warm)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        (torch.zeros(1).bfloat16(), torch.zeros(M, N).bfloat16()),  # what PyTorch would broadcast
-        (torch.zeros(N).bfloat16(), torch.zeros(1, N).bfloat16()),
-        (torch.zeros(N), torch.zeros(M, N).bfloat16()),
-        (torch.zeros(N).bfloat16(), 1.0),
-    ],
-)
-def test_a_peers_plan_refuses_other_inputs(inputs):
-    call = call_of(builtin.bias_relu_residual)
-    plan = make_peer_plan("eager", call)
-    assert plan.run(call.arguments.a, call.arguments.b, inputs, None) is None
-    right = tuple(call.arguments.inputs.values())
-    assert plan.run(call.arguments.a, call.arguments.b, right, (torch.empty(M, N + 1).bfloat16(),)) is None
-
-
-def test_which_calls_a_peer_can_serve():
-    @co.epilogue
-    def two(acc):
-        """D, and what it was before."""
-        return {"d": co.relu(acc), "pre": acc}
-
-    assert can_fall_back(call_of(builtin.bias_relu))
-    assert not can_fall_back(call_of(builtin.bias_relu, out_dtype=torch.float32))
-    assert not can_fall_back(call_of(two))
-    assert not can_fall_back(call_of(builtin.bias_relu, a=torch.randn(2, 3, K).bfloat16()))
-
-
-def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session):
+@pytest.fixture
+def allowed(tmp_path, monkeypatch, session):
+    """A made-up device on which the user's tuning measured PyTorch as the fastest at M rows, and allowed it."""
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(serving, "device_of", lambda device: H100)
     call = call_of(builtin.bias_relu)
     signature = signature_of(call, H100)
     (kernel, *_) = policies.policy(signature, H100).kernels
@@ -97,12 +58,57 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
     policies.forget()
-    plan, *_ = named.gemm_bias_relu._plan(call)
-    assert isinstance(plan, PeerPlan)
-    assert plan.name == "cublaslt"
-    found = explaining.explain_call("gemm_bias_relu", call, H100)
+    with fake_device(monkeypatch) as device:
+        yield device
+
+
+def test_an_op_takes_the_peer_that_tuning_allowed(allowed, caplog):
+    caplog.set_level(logging.INFO, "cutlass_ops")
+    op, (a, b, inputs) = ops.Op("relu", builtin.bias_relu), tensors()
+    wanted = torch.relu(torch.addmm(inputs["bias"], a, b))
+    for _ in range(3):
+        torch.testing.assert_close(op(a, b, inputs["bias"]), wanted)
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
+    assert op(a, b, inputs["bias"], out=out) is out
+    torch.testing.assert_close(out, wanted)
+    assert (allowed.launches, allowed.needed) == ([], [])  # no kernel is asked for
+    assert op.served_by_pytorch == 4
+    assert "PyTorch (cublaslt) serves, as tuning allowed" in caplog.text
+    # It was measured at this number of rows alone.
+    for _ in range(2):
+        op(torch.cat([a, a]), b, inputs["bias"])
+    assert (len(allowed.launches), op.served_by_pytorch) == (2, 4)
+    found = explaining.explain_call("gemm_bias_relu", call_of(builtin.bias_relu), H100)
     assert found.served_by == "PyTorch (cublaslt)"
     assert "tuning allowed PyTorch" in found.why
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (torch.zeros(1).bfloat16(), "bias"),  # what PyTorch would broadcast
+        (torch.zeros(M, N).bfloat16(), "bias"),
+        (1.0, "bias"),
+    ],
+)
+def test_what_pytorch_serves_is_checked_as_ever(allowed, bias, message):
+    op, (a, b, inputs) = ops.Op("relu", builtin.bias_relu), tensors()
+    op(a, b, inputs["bias"])
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=message):
+            op(a, b, bias)
+    with pytest.raises(ValueError, match="out"):
+        op(a, b, inputs["bias"], out=torch.empty(M, N + 1).bfloat16())
+    assert op.served_by_pytorch == 1
+
+
+def test_a_bias_of_another_type_is_another_signature(allowed):
+    op, (a, b, inputs) = ops.Op("relu", builtin.bias_relu), tensors()
+    op(a, b, inputs["bias"])
+    op(a, b, inputs["bias"].float())
+    assert len(allowed.launches) == 1  # tuning said nothing about it
+    op(a, b, inputs["bias"])
+    assert op.served_by_pytorch == 2
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])

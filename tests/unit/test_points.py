@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from signatures import H100, H200, signature
+from signatures import H100, signature
 
-from cutlass_ops.base import resources
-from cutlass_ops.choose import policies, tables
-from cutlass_ops.choose.points import Columns, Measured, Point, Recorded, columns_of
-from cutlass_ops.choose.tables import Table
-from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.choose import policies
+from cutlass_ops.choose.tables import Columns, Measured, Point, Recorded, Table
+from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import composed
+from cutlass_ops.kinds.gemv.config import GemvConfig
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -24,7 +23,6 @@ SECOND = Point(
     "2026-11-21",
     (Measured(WIDE, 10.0, 0.0, TURNED), Measured(NARROW, 12.5, 0.3), Measured(WIDE, 13.0, 0.25)),
 )
-PATHS = sorted(resources.tuned().glob("*.json"))
 
 
 def recorded(*points):
@@ -39,39 +37,7 @@ def test_points_and_arrays_say_the_same():
     assert again != (FIRST,)
     groups = replace(FIRST, spreads=("even",))
     assert recorded(groups) == (groups,) != (FIRST,)
-    assert hash(again) == hash((FIRST, SECOND))
-    assert repr(again) == repr((FIRST, SECOND))
     assert Table(H100.name, 132, signature(), again) == Table(H100.name, 132, signature(), (FIRST, SECOND))
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_arrays_of_a_table_that_ships_are_those_of_its_points(path):
-    table = tables.load_ours(path)
-    own, read = table.columns, Columns.of(table.points)
-    for name in ("problems", "points", "microseconds", "behind", "raced"):
-        assert (getattr(own, name) == getattr(read, name)).all()
-    assert own.sessions == read.sessions
-    for places, values in (("kernels", "configs"), ("places", "orders")):
-        mine, theirs = ([getattr(x, values)[at] for at in getattr(x, places)] for x in (own, read))
-        assert mine == theirs
-
-
-def test_a_part_has_the_points_of_its_measurements():
-    columns = columns_of((FIRST, SECOND))
-    part = columns.part(columns.behind > 0.2)
-    assert part.problems.tolist() == [list(SECOND.problem)]
-    assert part.sessions == ((SECOND.date, ()),)
-    assert part.starts.tolist() == [0, 2]
-    assert Recorded(part, [()])[0].measured == SECOND.measured[1:]
-
-
-def test_a_choice_makes_no_points_of_tables_that_ship(monkeypatch):
-    monkeypatch.setattr(Recorded, "_all", property(lambda _: pytest.fail("points were made")))
-    policies.forget(shipped=True)
-    for of, device in ((signature(), H100), (signature(composed.rms_norm), H200)):
-        policy = policies.policy(of, device)
-        assert policy.tables
-        assert policy.serves(Problem(100, 5000, 3000))
 
 
 def test_the_best_order_of_a_kernel_counts_and_the_first_table_that_has_a_problem():
@@ -89,15 +55,3 @@ def test_the_best_order_of_a_kernel_counts_and_the_first_table_that_has_a_proble
     with pytest.raises(KeyError):
         known[Problem(2, 64, 64)]
     assert Problem(2, 64, 64) not in known
-
-
-def test_a_declaration_of_another_configuration_is_that_which_is_written_out():
-    of = signature()
-    spec = of.spec(WIDE)
-    assert hash(spec) != hash(spec.with_config(NARROW))
-    assert spec.with_config(NARROW) == of.spec(NARROW)
-    assert spec.with_config(NARROW).canonical() == of.spec(NARROW).canonical()
-    assert (spec.with_config(GemvConfig(1)).target, spec.target) == ("sm_80", "sm_90a")
-    assert spec.with_config(WIDE, order=TURNED).order == TURNED
-    with pytest.raises(TypeError, match="config must be"):
-        spec.with_config("large")

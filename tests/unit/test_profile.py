@@ -1,6 +1,5 @@
 """Nsight Compute's CSV, what counters say of a kernel, the report, and machines where ncu cannot count."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from cutlass_ops.base.errors import ConfigError, MeasuringError, NoDeviceError
+from cutlass_ops.base.errors import MeasuringError
 from cutlass_ops.declare.chips import CHIPS
-from cutlass_ops.tools.profile import counters, names, ncu, plotting, profiling, report, tracing
+from cutlass_ops.tools.profile import counters, ncu, plotting, profiling, report, tracing
 from cutlass_ops.tools.profile.counters import Kernel
 from cutlass_ops.tools.profile.diagnosis import diagnose
 from cutlass_ops.tools.profile.ncu import Refusal, Request
@@ -76,12 +75,6 @@ def test_launches_of_a_kernel_are_averaged_by_time_and_the_longest_kernel_is_fir
     assert (found[0].name, found[0].fma, found[0].wgmma) == ("at::native::add", None, None)
 
 
-def test_a_chip_without_the_metric_of_the_pipe_gives_that_of_its_instructions():
-    columns = {name: unit for name, unit in COLUMNS.items() if "cycles_active" not in name}
-    (kernel,) = counters.kernels(raw((HEALTHY[0], HEALTHY[1], *HEALTHY[3:]), columns=columns))
-    assert kernel.tensor == 70.0
-
-
 def test_a_page_of_lines_is_read_with_its_units():
     start = '"0","4711","python3","host","gemv(float *)","1","7","(256, 1, 1)","(58, 1, 1)","0","8.6"'
     header = (
@@ -103,11 +96,6 @@ def test_a_page_of_lines_is_read_with_its_units():
 def test_a_text_without_a_table_is_refused(text):
     with pytest.raises(ValueError, match="ncu --csv --page raw"):
         counters.kernels(text)
-
-
-@pytest.mark.parametrize("name", ["plain", "f(int)", "void f<(bool)1>(g<h(int)>)", "broken)", "(a)"])
-def test_names_lose_their_parameters_only(name):
-    assert counters.shortened(name) == {"f(int)": "f", "void f<(bool)1>(g<h(int)>)": "f<(bool)1>"}.get(name, name)
 
 
 # ---- Diagnoses ------------------------------------------------------------------------------------------------------
@@ -145,38 +133,7 @@ def _report(*kernels, traced=None):
     return report.Report(kernels or (BUSY,), "ncu", traced or {}, H100)
 
 
-def test_the_table_has_a_line_for_each_kernel_and_advice_below():
-    lines = _report(BUSY, replace(BUSY, name="x" * 99, tensor=0.0, fma=80.0), traced={"k": 140.0}).lines(styled=False)
-    assert lines[0].split() == [
-        *("kernel", "calls", "us", "us", "traced", "time", "Tensor", "FMA", "DRAM", "L2", "occupancy"),
-        *("waits", "for", "diagnosis"),
-    ]
-    assert lines[1].split() == ["k", "1", "150.0", "140.0", "50%", "81%", "2%", "20%", "35%", "healthy"]
-    assert lines[2].startswith("x" * 55 + "…  ")
-    assert "  -> nothing, unless a smaller type will do" in lines
-
-
-def test_a_terminal_gets_the_same_cells_drawn():
-    drawn = "\n".join(_report(replace(BUSY, name="void f[with T = int]")).lines(styled=True))
-    assert "\x1b[" in drawn
-    assert "void f[with T = int]" in drawn
-
-
-def test_many_kernels_are_cut():
-    lines = _report(*(replace(BUSY, name=f"k{i}") for i in range(30))).lines(styled=False)
-    assert "and 10 more: see --json" in lines
-
-
-def test_a_point_is_where_the_busiest_pipe_and_the_bytes_put_it():
-    kernel = replace(BUSY, tensor=50.0, bytes=1e8, calls=2, microseconds=300.0)
-    point = report.point(kernel, H100)
-    assert point.tflops == pytest.approx(989.4 / 2)
-    assert point.intensity == pytest.approx(989.4 / 2 * 1e12 * 150e-6 / 1e8)
-    # 128 FP32 lanes of a multiprocessor, of 2048 multiply-adds of its Tensor Cores.
-    assert report.point(replace(kernel, tensor=0.0, fma=100.0), H100).tflops == pytest.approx(989.4 / 16)
-    assert report.point(replace(kernel, bytes=None), H100) is None
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_roofline_is_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
@@ -193,24 +150,7 @@ def test_the_roofline_is_drawn(tmp_path, suffix):
         assert "<!-- Tensor Cores, 16 bits: 989 TFLOP/s -->" in text
 
 
-def test_other_pictures_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in \.svg or \.png, not .*roofline\.pdf"):
-        plotting.require(tmp_path / "roofline.pdf")
-
-
 RECORDED = Path(__file__).parents[1] / "golden" / "ncu_h100.csv"
-# What torch.profiler calls the kernels of the recording.
-ADD = "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
-TRACED = [
-    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
-    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize256x128x8_stage3_warpsize4x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas",
-    f"void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, {ADD}",
-    "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
-    "::{lambda(float)#1}, std::array<char*, 2ul> >(int, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)"
-    "::{lambda(float)#1}, std::array<char*, 2ul>)",
-    "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, F, G>(long, F)",
-    "void at::native::reduce_kernel<512, 1, R>(R)",
-]
 
 
 def test_a_recording_of_an_h100_is_read_and_judged():
@@ -222,21 +162,6 @@ def test_a_recording_of_an_h100_is_read_and_judged():
     assert (half.wgmma, fp32.wgmma, half.calls, half.registers) == (True, False, 2, 168)
     assert "gmma" in half.stalls
     assert [diagnose(k).name for k in (half, fp32, add)] == ["healthy", "cuda-cores", "memory-bound"]
-
-
-def test_names_of_both_profilers_are_paired():
-    recorded = [kernel.name for kernel in profiling.read(RECORDED).kernels]
-    found = names.paired(recorded, [names.shortened(name) for name in TRACED])
-    assert len(recorded) == 5
-    assert sorted(found) == sorted(recorded)
-    for name, other in found.items():
-        for word in ("nvjet", "xmma", "CUDAFunctor_add", "bfloat16_copy", "distribution_elementwise"):
-            assert (word in name) == (word in other), name
-
-
-def test_names_that_two_kernels_may_have_are_not_paired():
-    assert names.paired(["f<A>", "f<B>"], ["n::f<C>", "n::f<D>"]) == {}
-    assert names.paired(["f<A>", "f<B>"], ["n::f<n::B>", "n::f<D>"]) == {"f<B>": "n::f<n::B>", "f<A>": "n::f<D>"}
 
 
 # ---- ncu ------------------------------------------------------------------------------------------------------------
@@ -277,10 +202,6 @@ def test_where_there_are_no_counters_it_says_why_and_the_command(status, text, s
     assert str(found).splitlines()[-1].startswith("  /usr/bin/ncu --csv ")
     assert "'regex:gemm|mma'" in str(found)  # as a shell takes it
     assert str(found).endswith("--log-file counters.csv python train.py --steps 3")
-
-
-def test_counters_count_even_if_the_program_fails_afterwards():
-    assert ncu.judged(REQUEST, "ncu", 1, raw(HEALTHY), "") == raw(HEALTHY)
 
 
 FAKE = """#!{python}
@@ -352,40 +273,6 @@ def test_what_a_program_needs_is_compiled_before_it_runs_under_ncu(tmp_path, gpu
     assert (tmp_path / "ran").exists()  # without the profiler it runs by itself
 
 
-def test_without_ncu_it_says_where_it_comes_from(gpu, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(ncu, "_PLACES", ())
-    assert "comes with the CUDA toolkit" in ncu.count(REQUEST, 10).why
-
-
-def test_an_op_is_run_between_marks():
-    request = profiling.Asked("gemm_bias_relu", ("512x1024x256",), "f16").request("python")
-    assert request.marked
-    assert request.program[1:] == ("-m", "cutlass_ops.tools.workload", "gemm_bias_relu", "512x1024x256", "f16", "3")
-
-
-@pytest.mark.parametrize(
-    ("target", "arguments", "says"),
-    [
-        ("no.py", (), "no.py is not a file"),
-        ("gem", ("512x512x512",), "is not the name of an op"),
-        ("gemm", (), "is not a problem size"),
-        ("gemm", ("512x512x512", "64x64x64"), "at one problem here, not at 2"),
-    ],
-)
-def test_wrong_targets(target, arguments, says):
-    with pytest.raises(ConfigError, match=says):
-        profiling.Asked(target, arguments).program()
-
-
-def test_without_a_gpu_it_says_what_to_run_elsewhere(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(NoDeviceError) as caught:
-        profiling.run(profiling.Asked("gemm", ("512x512x512",)))
-    assert "python -m cutlass_ops.tools.workload gemm 512x512x512 bf16 3" in str(caught.value)
-    assert str(caught.value).endswith("cutlass-ops profile --csv counters.csv")
-
-
 # ---- torch.profiler -------------------------------------------------------------------------------------------------
 
 
@@ -403,10 +290,3 @@ def test_a_script_is_traced_as_python_would_run_it(tmp_path):
     script.write_text("raise ValueError('no such layer')")
     with pytest.raises(MeasuringError, match="no such layer"):
         tracing.trace([str(script)], 120)
-
-
-def test_the_reports_json_has_numbers_and_diagnoses():
-    found = json.loads(json.dumps(_report(traced={"k": 140.0}).to_json()))
-    assert (found["source"], found["chip"]) == ("ncu", H100.name)
-    (kernel,) = found["kernels"]
-    assert (kernel["tensor"], kernel["traced_microseconds"], kernel["diagnosis"]["name"]) == (81.0, 140.0, "healthy")

@@ -12,8 +12,8 @@ from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS
 from cutlass_ops.epilogue.operations import REDUCTIONS as REDUCED
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.values import Col, Integer, Product, Row, Scalar, Tile
-from cutlass_ops.run import reference
-from cutlass_ops.run.reference import evaluate, gemm_reference
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.reference import evaluate, gemm_reference
 from tests.strategies import PATIENT, programs
 
 NAN, INF = math.nan, math.inf
@@ -121,6 +121,7 @@ def test_the_table_is_complete():
     assert set(reference._REDUCED) == set(REDUCED)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(FORMULAS))
 def test_operations_follow_their_formulas(name, dtype):
@@ -152,21 +153,6 @@ def test_pairs_are_swapped_whatever_a_value_spans():
     assert torch.equal(found["col"], torch.arange(3.0)[:, None].expand(3, 4))
     assert torch.equal(found["two"], 2 * tile[:, order])
     assert torch.equal(found["one"], torch.full((3, 4), 0.5))
-
-
-def test_pairs_of_an_odd_number_of_columns_are_refused():
-    with pytest.raises(ValueError, match="N must be even"):
-        evaluate(unary(functions.swap_pairs).graph, torch.zeros(2, 3), {})
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_is_pytorchs(approximate):
-    x = torch.linspace(-12, 12, 4001, dtype=torch.float64)
-    graph = unary(lambda v: functions.gelu(v, approximate)).graph
-    expected = torch.nn.functional.gelu(x, approximate=approximate)
-    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-15)):
-        found = evaluate(graph, x[None].to(dtype), {}, dtype)["d"][0]
-        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 2)
 
 
 def test_fp64_is_really_fp64():
@@ -277,11 +263,6 @@ def test_a_python_scalar_is_rounded_to_fp32_as_at_a_launch():
     assert evaluate(epilogue(f).graph, one, {"scale": 0.1}, torch.float64)["d"].item() == torch.tensor(0.1).item()
 
 
-def test_constants_are_those_of_fp32_at_every_precision():
-    one = torch.ones(1, 1, dtype=torch.float64)
-    assert evaluate(unary(lambda x: x * 0.1).graph, one, {}, torch.float64)["d"].item() == torch.tensor(0.1).item()
-
-
 REDUCTIONS = [
     ("sum", lambda values: sum(values)),
     ("sum_square", lambda values: sum(v * v for v in values)),
@@ -307,22 +288,6 @@ def test_reductions(name, expected):
     assert found["cols"].tolist() == pytest.approx([expected(col) for col in acc.T.tolist()], rel=tolerance, abs=0)
     of_indices = name in ("argmax", "argmin")
     assert found["rows"].dtype == found["cols"].dtype == (torch.int32 if of_indices else torch.float32)
-
-
-def test_reductions_of_a_broadcast_count_every_element():
-    def f(acc, bias: Row):
-        return {"d": acc, "rows": functions.sum(bias, 1), "cols": functions.sum(bias, 0)}
-
-    found = evaluate(epilogue(f).graph, torch.zeros(4, 2), {"bias": torch.tensor([1.0, 2.0])})
-    assert found["rows"].tolist() == [3.0] * 4
-    assert found["cols"].tolist() == [4.0, 8.0]
-
-
-def test_reductions_pass_nan_on():
-    def f(acc):
-        return {"d": acc, "rows": functions.max(acc, 1)}
-
-    assert math.isnan(evaluate(epilogue(f).graph, torch.tensor([[1.0, NAN, 2.0]]), {})["rows"].item())
 
 
 def test_indices_are_those_of_the_first_and_nan_is_before_all():
@@ -394,6 +359,7 @@ def test_philox_gives_its_known_answers(counter, key, answer):
     assert " ".join(f"{word.item():08x}" for word in words) == answer
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("seed", "offset"), [(0, 0), (1, 0), (2**63 - 1, -1), (-(2**63), 2**40 + 5)])
 def test_random_numbers_are_words_of_a_counter_of_place_and_offset(seed, offset):
     m, n = 9, 11
@@ -408,17 +374,6 @@ def test_random_numbers_are_words_of_a_counter_of_place_and_offset(seed, offset)
             assert found[row, column].item() == (words[2 * (row // 8) + column // 8].item() >> 8) / 2**24
     # More rows or columns change nothing of those.
     assert torch.equal(reference.uniform(seed, offset, 15, 40)[:m, :n], found)
-
-
-def test_random_numbers_are_spread_evenly():
-    found = reference.uniform(1234, 5, 500, 600)
-    assert found.min() >= 0
-    assert found.max() < 1
-    counts = torch.histc(found, 16, 0, 1) / found.numel()
-    assert ((counts - 1 / 16).abs() < 0.002).all()
-    others = torch.stack([reference.uniform(1234, 6, 500, 600), reference.uniform(1235, 5, 500, 600), found.roll(1, 1)])
-    correlations = ((others - 0.5) * (found - 0.5)).mean((1, 2)) * 12
-    assert (correlations.abs() < 0.01).all()
 
 
 def test_a_dropout_mask_keeps_what_it_should():
@@ -449,6 +404,7 @@ def test_empty_results(m, n):
         assert found["cols"].tolist() == [empty] * n
 
 
+@pytest.mark.slow
 @given(programs(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31), st.booleans())
 @PATIENT
 def test_drawn_epilogues_equal_pytorch(program, m, n, seed, double):
@@ -461,6 +417,7 @@ def test_drawn_epilogues_equal_pytorch(program, m, n, seed, double):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @given(programs(tame=True), st.integers(0, 2**31))
 @PATIENT
 def test_tame_epilogues_are_well_conditioned(program, seed):
@@ -521,40 +478,6 @@ def test_gemm_of_every_major_equals_pytorch(m, n, k, dtype):
     torch.testing.assert_close(oracle, exact, rtol=1e-14, atol=1e-14)
 
 
-def test_outputs_never_share_memory_with_inputs():
-    def f(acc, residual: Tile, bias: Row):
-        return {"d": acc, "copy": residual, "wide": bias}
-
-    residual, bias = torch.ones(2, 3), torch.ones(3)
-    found = gemm_reference(
-        torch.ones(2, 1),
-        torch.ones(1, 3),
-        epilogue(f).graph,
-        {"residual": residual, "bias": bias},
-        d_dtype=torch.float32,
-    )
-    found["copy"].zero_()
-    found["wide"][0, 0] = 5.0
-    assert residual.sum() == 6
-    assert bias.sum() == 3
-    assert found["wide"][1, 0] == 1
-
-
-def test_gradients_flow():
-    a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    b, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64, requires_grad=True)
-
-    def f(acc, bias: Row):
-        return functions.gelu(acc + bias)
-
-    def run(a, bias):
-        return gemm_reference(
-            a, b, epilogue(f).graph, {"bias": bias}, d_dtype=torch.float64, compute_dtype=torch.float64
-        )["d"]
-
-    assert torch.autograd.gradcheck(run, (a, bias))
-
-
 # ---- What is taken of A itself -------------------------------------------------------------------------------------
 
 
@@ -592,65 +515,3 @@ def test_the_mean_of_a_row_without_elements_is_zero():
     graph = epilogue(normed).graph
     found = gemm_reference(torch.ones(3, 0), torch.ones(0, 2), graph, inputs, d_dtype=torch.float32)["d"]
     assert torch.equal(found, torch.zeros(3, 2))
-
-
-@pytest.mark.parametrize("a", [None, torch.ones(3, 8), torch.ones(8)])
-def test_a_must_be_given_where_it_is_needed(a):
-    inputs = {"eps": 1.0, "gate": torch.ones(8, 2)}
-    with pytest.raises(ValueError, match=r"takes mean_of_a, mean_square_of_a, gate of A: pass a=, of shape \(M, K\)"):
-        evaluate(epilogue(normed).graph, torch.ones(2, 2), inputs, a=a)
-
-
-def test_a_products_matrix_must_fit():
-    with pytest.raises(ValueError, match=r"gate is a product and must have shape \(8, 2\)"):
-        evaluate(epilogue(normed).graph, torch.ones(2, 2), {"eps": 1.0, "gate": torch.ones(2, 8)}, a=torch.ones(2, 8))
-
-
-class TestErrors:
-    @staticmethod
-    def graph():
-        def f(acc, bias: Row, gate: Col, residual: Tile, scale: Scalar):
-            return acc * scale * gate + bias + residual
-
-        return epilogue(f).graph
-
-    @pytest.mark.parametrize(
-        ("changes", "problem"),
-        [
-            ({"bias": None}, r"inputs are \(bias, gate, residual, scale\): the call lacks bias"),
-            ({"extra": torch.ones(3)}, "has no extra"),
-            (
-                {"bias": torch.ones(2)},
-                r"bias is a row and must have shape \(3,\) for .* \(2, 3\), not \(2,\)",
-            ),
-            ({"bias": torch.ones(1, 3)}, "bias is a row"),
-            ({"bias": 1.0}, "bias is a row"),
-            ({"gate": torch.ones(3)}, r"gate is a col and must have shape \(2,\)"),
-            ({"residual": torch.ones(3)}, r"residual is a tile and must have shape \(2, 3\)"),
-            ({"residual": torch.ones(3, 2)}, "residual is a tile"),
-            ({"scale": torch.ones(1)}, r"scale is a scalar and must have shape \(\)"),
-        ],
-    )
-    def test_inputs(self, changes, problem):
-        inputs = {"bias": torch.ones(3), "gate": torch.ones(2), "residual": torch.ones(2, 3), "scale": 1.0} | changes
-        inputs = {name: value for name, value in inputs.items() if value is not None}
-        with pytest.raises(ValueError, match=problem):
-            evaluate(self.graph(), torch.ones(2, 3), inputs)
-
-    def test_operands(self):
-        graph = unary(functions.relu).graph
-        with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\), not \(2, 3\) and \(2, 3\)"):
-            gemm_reference(torch.ones(2, 3), torch.ones(2, 3), graph, {}, d_dtype=torch.float32)
-        with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\)"):
-            gemm_reference(torch.ones(3), torch.ones(3, 2), graph, {}, d_dtype=torch.float32)
-        with pytest.raises(ValueError, match="two dimensions"):
-            evaluate(graph, torch.ones(3), {})
-        with pytest.raises(ValueError, match="output_dtypes names d, y"):
-            gemm_reference(
-                torch.ones(2, 3),
-                torch.ones(3, 2),
-                graph,
-                {},
-                d_dtype=torch.float32,
-                output_dtypes={"y": torch.float32, "d": torch.float32},
-            )

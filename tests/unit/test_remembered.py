@@ -2,16 +2,14 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 from signatures import A100, H100, signature
 
-from cutlass_ops.artifacts import kept
 from cutlass_ops.base import env
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, tables
-from cutlass_ops.choose.weight import NEAR
+from cutlass_ops.compilation import memo
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import composed
 
@@ -25,19 +23,18 @@ def folder(monkeypatch, tmp_path, session):
     monkeypatch.setenv(env.CHOICES.name, "1")
     monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "store"))
     policies.forget(shipped=True)
-    yield tmp_path / "store" / "choices"
+    yield tmp_path / "store" / "memo"
     policies.forget(shipped=True)
     os.umask(before)
 
 
 def decided(of=None, device=H100, rows=ROWS, n=N):
     found = [dispatch.decide(of or signature(), device, Problem(m, n, K)) for m in rows]
-    found[-1].finish()
     return [(d.config, d.order, d.kept, d.peer, d.spec, d.specs) for d in found]
 
 
 def files(folder):
-    return sorted(folder.rglob("*.json"))
+    return sorted(folder.rglob("choices-*"))
 
 
 @pytest.fixture
@@ -46,6 +43,7 @@ def no_policy(monkeypatch):
     return lambda: monkeypatch.setattr(policies, "policy", lambda *_: pytest.fail("decided again"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("of", "device"),
     [(signature(), H100), (signature(composed.rms_norm, "f16"), H100), (signature(), A100)],
@@ -54,7 +52,7 @@ def no_policy(monkeypatch):
 def test_another_process_decides_the_same_without_a_policy(of, device, folder, no_policy):
     weight = policies.policy(of, device).weight_of(N, K, 1)
     assert files(folder) == []
-    weight.finish()
+    policies.forget(shipped=True)
     rows = [m for m in ROWS if weight.serves(Problem(m, N, K)) is not None]
     assert len(rows) > 5
     wanted = decided(of, device, rows)
@@ -68,26 +66,7 @@ def test_another_process_decides_the_same_without_a_policy(of, device, folder, n
         assert decided(of, device, rows) == wanted
 
 
-def test_each_device_has_decisions_of_its_own(folder):
-    devices = (H100, replace(H100, multiprocessors=114), replace(H100, name="NVIDIA H200"), A100)
-    alone = []
-    for device in devices:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(env.CHOICES.name, "0")
-            policies.forget(shipped=True)
-            alone.append(decided(of=signature(), device=device))
-    for _ in range(2):  # computed, then read
-        policies.forget(shipped=True)
-        assert [decided(of=signature(), device=device) for device in devices] == alone
-    assert len(files(folder)) == len(devices)
-
-
-def test_a_number_of_rows_that_is_not_decided_is_left_to_the_policy():
-    wanted = decided(rows=(1, 20_000))  # beyond the last step
-    policies.forget(shipped=True)
-    assert decided(rows=(1, 20_000)) == wanted
-
-
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -125,6 +104,7 @@ def test_a_user_s_table_counts_though_a_decision_was_kept(folder, tmp_path):
         assert decided(rows=[100]) == wanted
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_that_is_switched_off_or_a_table_is_the_user_s(folder, monkeypatch):
     monkeypatch.setenv(env.CHOICES.name, "0")
     decided(rows=[1])
@@ -140,40 +120,9 @@ def test_nothing_is_kept_where_that_is_switched_off_or_a_table_is_the_user_s(fol
     assert files(folder) == []
 
 
-def test_other_code_or_tables_have_other_files(folder, monkeypatch):
-    def forget():
-        kept.package.cache_clear()
-
-    decided(rows=[1])
-    for version in range(8):
-        policies.forget(shipped=True)
-        forget()
-        monkeypatch.setattr(kept.resources, "library_version", lambda version=version: f"9.{version}")
-        decided(rows=[1])
-    forget()
-    assert len(files(folder)) == len(os.listdir(folder)) == 5
-
-
 def test_what_follows_from_code_that_has_changed_since_its_import_is_not_kept(folder, monkeypatch):
-    kept.package.cache_clear()
-    monkeypatch.setattr(kept.session, "IMPORTED", os.stat(kept.__file__).st_ctime_ns - 1)
+    memo._package.cache_clear()
+    monkeypatch.setattr(memo.session, "IMPORTED", os.stat(memo.__file__).st_ctime_ns - 1)
     decided(rows=[1])
-    kept.package.cache_clear()
+    memo._package.cache_clear()
     assert files(folder) == []
-
-
-def test_kernels_near_a_number_of_rows_serve_one_within_a_factor(folder):
-    weight = policies.policy(signature(), H100).weight_of(N, K, 1)
-    early = {m: weight.near(Problem(m, N, K)) for m in (1, 60, 1000, 8192)}
-    weight.finish()
-    for m, before in early.items():
-        assert before
-        assert {each.config for each in before} <= {each.config for each in weight.near(Problem(m, N, K))}
-        found = [each.config for each in weight.near(Problem(m, N, K))]
-        within = {
-            weight.kept[at[0]]
-            for rows in range(1, 8193)
-            if max(rows / m, m / rows) <= NEAR and (at := weight.steps.at(rows)) is not None
-        }
-        assert len(found) == len(set(found))
-        assert set(found) == within

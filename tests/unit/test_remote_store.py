@@ -7,9 +7,10 @@ import shutil
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from bundles import write_keys
@@ -18,14 +19,14 @@ from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec
 from fleet import Server, name_store, seconds
 
 from cutlass_ops.artifacts import remote_store as remote_module
-from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import claims, env, remote_files
 from cutlass_ops.base.errors import BundleError, CompileError, MissingKernelError, StoreError
 from cutlass_ops.base.remote_files import RemoteFiles, TooLarge, Unreachable
 from cutlass_ops.compilation import builder as build_module
-from cutlass_ops.compilation.builder import build_artifact, build_many, fetched, stored
+from cutlass_ops.compilation import identity
+from cutlass_ops.compilation.builder import build_artifact, build_many
 from cutlass_ops.kinds import render
 from tests.sampling import in_turn
 
@@ -118,6 +119,7 @@ def test_a_kernel_is_compiled_once_for_two_machines(shared, keys, kit, local, mo
     assert not list((shared / "v1" / "claims").iterdir())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", [None, b"", b"not a bundle"], ids=["missing", "empty", "another"])
 def test_a_builder_completes_what_another_has_left_half_published(
     shared, keys, kit, local, publish, monkeypatch, damage
@@ -131,62 +133,17 @@ def test_a_builder_completes_what_another_has_left_half_published(
     assert source.read_bytes() == good
 
 
-@pytest.mark.parametrize("url", ["file://relative/kernels", "local://kernels"])
-def test_a_folder_is_named_absolutely(keys, monkeypatch, url):
-    name_store(monkeypatch, url, keys[1])
-    with pytest.raises(ValueError, match=r"must name an absolute folder, such as (file|local):///mnt/kernels"):
-        env.remote_store()
-
-
-def test_what_is_published_is_a_signed_bundle(shared, keys, others, publish):
-    (made,) = publish()
-    path = shared / "v1" / "kernels" / f"{made.key}.bundle"
-    bundle = open_bundle(path, keys[1])
-    assert bundle.find(SPEC).read_library() == made.read_library()
-    with pytest.raises(BundleError, match="the signature is not from the key"):
-        open_bundle(path, others[1])
-
-
-def test_a_second_look_asks_nothing(shared, keys, kit, local, server, publish, monkeypatch):
-    publish()
-    name_store(monkeypatch, server.url, keys[1])
-    store = local()
-    build_artifact(SPEC, store=store, toolchain=kit.find())
-    asked = list(server.asked)
-    assert build_artifact(SPEC, store=store, toolchain=kit.find()).origin == f"fetched from {server.url}"
-    assert server.asked == asked
-    assert kit.compilations == 0
-
-
 def test_a_reader_compiles_what_is_not_there_and_publishes_nothing(shared, keys, kit, local, monkeypatch):
     name_store(monkeypatch, f"file://{shared}", keys[1])
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
     assert not shared.exists()
 
 
-def test_many_kernels_of_which_some_are_there(keys, kit, local, server, publish, monkeypatch):
-    publish(SPEC)
-    name_store(monkeypatch, server.url, keys[1])
-    made = build_many([SPEC, OTHER, SPEC], jobs=2, store=local(), toolchain=kit.find())
-    assert [a.origin for a in made] == [f"fetched from {server.url}", "compiled here", f"fetched from {server.url}"]
-    assert kit.compilations == 1
-
-
-def test_what_was_removed_is_fetched_again(keys, kit, local, server, publish, monkeypatch):
-    publish()
-    name_store(monkeypatch, server.url, keys[1])
-    store = local()
-    artifact = build_artifact(SPEC, store=store, toolchain=kit.find())
-    store.clean()
-    assert artifact.read_library()
-    assert kit.compilations == 0
-
-
 def test_without_a_compiler_the_store_serves(keys, kit, local, server, publish, monkeypatch):
     (made,) = publish()
     name_store(monkeypatch, server.url, keys[1])
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    monkeypatch.setattr(build_module, "find_toolchain", None)
+    monkeypatch.setattr(identity, "find_toolchain", None)
     store = local()
     artifact = build_artifact(SPEC, store=store)
     assert artifact.key == made.key
@@ -198,30 +155,6 @@ def test_without_a_compiler_the_store_serves(keys, kit, local, server, publish, 
     assert artifact.read_library()
     with pytest.raises(MissingKernelError, match=f"has no kernel {OTHER.slug}, nor has {server.url}"):
         build_artifact(OTHER, store=store)
-
-
-def test_a_look_that_compiles_nothing_asks_nothing_either(keys, kit, local, server, publish, monkeypatch):
-    """A call looks for stand-ins among dozens of kernels."""
-    publish()
-    monkeypatch.setattr(build_module, "find_toolchain", kit.find)
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(local().root))
-    name_store(monkeypatch, server.url, keys[1])
-    for jit in "10":
-        monkeypatch.setenv("CUTLASS_OPS_JIT", jit)
-        assert stored(SPEC) is None
-    monkeypatch.setenv("CUTLASS_OPS_JIT", "1")
-    assert server.asked == []
-    assert fetched(OTHER) is None
-    assert fetched(SPEC).origin == f"fetched from {server.url}"
-    assert stored(SPEC) == fetched(SPEC)
-    assert kit.compilations == 0
-
-
-def test_a_store_in_memory(keys, kit, local, monkeypatch):
-    name_store(monkeypatch, "memory://kernels/fleet", keys[1], keys[0])
-    for _ in range(2):
-        build_artifact(SPEC, store=local(), toolchain=kit.find())
-    assert kit.compilations == 1
 
 
 # ---- What must not be believed ----
@@ -260,6 +193,7 @@ def _resigned(data: bytes, signature: bytes | None) -> bytes:
         return path.read_bytes()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("how", "signs"), in_turn(WRONG, (True, False)))
 def test_a_wrong_object_is_ignored_and_replaced(shared, keys, kit, local, publish, monkeypatch, caplog, how, signs):
     (made,) = publish()
@@ -305,6 +239,7 @@ def test_a_signed_kernel_in_the_place_of_another_is_ignored(shared, keys, kit, l
         build_artifact(SPEC, store=local())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("made", [library(FFMA), library(HMMA, search={29: "/opt/lib"}), library(HMMA, host=8)])
 def test_what_is_signed_is_still_proved(shared, keys, kit, local, publish, monkeypatch, caplog, made):
     with monkeypatch.context() as patch:
@@ -319,36 +254,13 @@ def test_what_is_signed_is_still_proved(shared, keys, kit, local, publish, monke
     assert not list((store.root / "tmp").iterdir())
 
 
-def test_a_bundle_of_several_kernels_is_none_of_them(shared, keys, kit, local, publish, monkeypatch, caplog):
-    from cutlass_ops.artifacts.bundle import manifest_of, write_bundle
-
-    made = publish(SPEC, OTHER)
-    manifest = manifest_of(made, {}, ())
-    files = {r.library_name: a.read_library() for r in manifest.kernels for a in made if a.key == r.key}
-    files |= {r.source_name: a.read_source() for r in manifest.kernels for a in made if a.key == r.key}
-    path = shared / "v1" / "kernels" / f"{made[0].key}.bundle"
-    write_bundle(path, manifest, files, private_key=keys[0])
-    name_store(monkeypatch, f"file://{shared}", keys[1])
-    assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
-    assert "it must have one kernel and nothing else" in caplog.text
-
-
-def test_whatever_the_umask_a_kernel_is_fetched(shared, keys, kit, local, publish, monkeypatch):
-    publish()
-    name_store(monkeypatch, f"file://{shared}", keys[1])
-    before = os.umask(0)
-    try:
-        assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin != "compiled here"
-    finally:
-        os.umask(before)
-
-
 # ---- Servers that are down, slow or wrong ----
 
 
 BAD = ("silent", "trickling", "endless", "failing", "garbage", "truncated")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("how", "jit"), in_turn(BAD, ("1", "0")))
 def test_a_bad_server_costs_no_kernel_and_no_more_than_the_limit(
     keys, kit, local, server, publish, monkeypatch, caplog, how, jit
@@ -357,7 +269,7 @@ def test_a_bad_server_costs_no_kernel_and_no_more_than_the_limit(
     server.how = how
     # What these send never ends.
     endless = how in ("silent", "trickling", "endless")
-    name_store(monkeypatch, server.url, keys[1], timeout=0.2 if endless else 5)
+    name_store(monkeypatch, server.url, keys[1], timeout=0.2 if endless else 60)
     monkeypatch.setattr(remote_module, "_MAX_OBJECT", 1 << 30 if how == "endless" else 1 << 20)
     monkeypatch.setenv("CUTLASS_OPS_JIT", jit)
     store, toolchain = local(), kit.find()
@@ -378,16 +290,6 @@ def test_a_bad_server_costs_no_kernel_and_no_more_than_the_limit(
         assert len(server.asked) == 1  # it is not asked again soon
 
 
-def test_a_dead_server_is_said_once(keys, kit, local, server, monkeypatch, caplog):
-    server.stop()
-    name_store(monkeypatch, server.url, keys[1], timeout=5)
-    monkeypatch.setattr(remote_files, "_PAUSE", 0.0)
-    build_many([sm80_spec(n) for n in (2, 3, 4)], jobs=1, store=local(), toolchain=kit.find())
-    assert kit.compilations == 3
-    (warning,) = said(caplog)
-    assert warning.startswith(f"the remote store {server.url} cannot be used: ")
-
-
 def test_it_is_asked_again_after_a_while(keys, kit, local, server, publish, monkeypatch):
     publish(SPEC, OTHER)
     name_store(monkeypatch, server.url, keys[1])
@@ -403,17 +305,10 @@ def test_it_is_asked_again_after_a_while(keys, kit, local, server, publish, monk
 def test_an_object_that_is_too_large_is_not_read_to_its_end(keys, kit, local, server, monkeypatch, caplog):
     server.how = "endless"
     monkeypatch.setattr(remote_module, "_MAX_OBJECT", 1 << 20)
-    name_store(monkeypatch, server.url, keys[1], timeout=30)
+    name_store(monkeypatch, server.url, keys[1], timeout=300)
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
     assert "is ignored: it has more than 1048576 bytes" in caplog.text
     assert server.sent < 64 << 20  # what lies in buffers
-
-
-def test_a_server_that_refuses_writes_costs_no_kernel(shared, keys, kit, local, monkeypatch, caplog):
-    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0])
-    shared.write_text("a file where the folder should be")
-    assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin == "compiled here"
-    assert len(said(caplog)) == 1
 
 
 # ---- Turns ----
@@ -422,7 +317,7 @@ def test_a_server_that_refuses_writes_costs_no_kernel(shared, keys, kit, local, 
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(claims, "_BEAT", 0.05)
-    monkeypatch.setattr(claims, "_EXPIRES", 0.6)
+    monkeypatch.setattr(claims, "_EXPIRES", 3.0)  # on a busy machine a builder's sign of life comes late
     monkeypatch.setattr(claims, "_LAST_POLL", 0.1)
 
 
@@ -436,13 +331,13 @@ def test_a_reader_waits_for_a_builder_that_begins_with_it(shared, keys, kit, loc
     toolchain = kit.find()
     name_store(monkeypatch, f"file://{shared}", keys[1], timeout=1200)
     began = threading.Event()
-    look = claims._Turns._read
+    look = claims.Turns._read
 
     def read(self, number):
         began.set()
         return look(self, number)
 
-    monkeypatch.setattr(claims._Turns, "_read", read)
+    monkeypatch.setattr(claims.Turns, "_read", read)
     made = []
     reader = threading.Thread(
         target=lambda: made.append(build_artifact(SPEC, store=local(), toolchain=toolchain)), daemon=True
@@ -452,7 +347,7 @@ def test_a_reader_waits_for_a_builder_that_begins_with_it(shared, keys, kit, loc
     monkeypatch.setenv(env.REMOTE_STORE_SIGNING_KEY.name, str(keys[0]))
     kit.makes(library(HMMA), before="sleep 0.2\n")
     build_artifact(SPEC, store=local(), toolchain=toolchain)
-    reader.join(60)
+    reader.join(600)
     assert [artifact.origin for artifact in made] == [f"fetched from file://{shared}"]
     assert kit.compilations == 1
 
@@ -471,6 +366,7 @@ def machines(count, local, kit, spec=SPEC):
         return list(pool.map(build, range(count)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["file", "memory"])
 def test_of_many_machines_one_compiles(shared, keys, kit, local, monkeypatch, quick, url):
     name_store(monkeypatch, f"file://{shared}" if url == "file" else "memory://many", keys[1], keys[0])
@@ -479,21 +375,6 @@ def test_of_many_machines_one_compiles(shared, keys, kit, local, monkeypatch, qu
     assert kit.compilations == 1
     assert len({artifact.sha256 for artifact in made}) == 1
     assert [artifact.origin for artifact in made].count("compiled here") == 1
-
-
-def test_readers_wait_for_a_builder_too(shared, keys, kit, local, monkeypatch, quick):
-    toolchain = kit.find()
-    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0])
-    kit.makes(library(HMMA), before=f"while [ ! -e {kit.root}/go ]; do sleep 0.02; done\n")
-    builder = threading.Thread(target=build_artifact, args=(SPEC,), kwargs={"store": local(), "toolchain": toolchain})
-    builder.start()
-    while not kit.compilations:
-        time.sleep(0.01)
-    monkeypatch.delenv(env.REMOTE_STORE_SIGNING_KEY.name)
-    threading.Timer(0.2, (kit.root / "go").touch).start()
-    assert build_artifact(SPEC, store=local(), toolchain=toolchain).origin == f"fetched from file://{shared}"
-    builder.join()
-    assert kit.compilations == 1
 
 
 def dead_claim(shared, key, number=0, text=b'{"host": "gone", "pid": 1, "count": 0, "state": "working"}'):
@@ -509,6 +390,7 @@ def key(kit, local, keys):
     return build_artifact(SPEC, store=local(), toolchain=kit.find()).key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "texts",
     [(b"", b"garbage"), (b"[" * 4000, bytes(1 << 20)), (b'{"state": "working"}', b"{}")],
@@ -526,6 +408,7 @@ def test_a_dead_claim_is_taken_over_by_one(shared, keys, kit, local, key, monkey
     assert not list((shared / "v1" / "claims").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signs", [True, False])
 def test_a_claim_that_lives_too_long_blocks_nobody_beyond_the_limit(
     shared, keys, kit, local, key, monkeypatch, quick, signs
@@ -547,55 +430,20 @@ def test_a_claim_that_lives_too_long_blocks_nobody_beyond_the_limit(
     taken = seconds(lambda: build_artifact(SPEC, store=local(), toolchain=kit.find()))
     stop.set()
     thread.join()
-    assert 0.4 < taken < 15
+    assert 0.4 < taken < 120
     assert kit.compilations == 2
 
 
-def test_who_does_not_wait_compiles_at_once(shared, keys, kit, local, key, monkeypatch):
-    dead_claim(shared, key)
-    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0], timeout=60, wait=0)
-    assert seconds(lambda: build_artifact(SPEC, store=local(), toolchain=kit.find())) < 15
-    assert kit.compilations == 2
-
-
-def test_waiting_ends_when_it_is_cancelled(shared, keys, kit, local, key, monkeypatch):
-    dead_claim(shared, key)
-    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0], wait=600)
-    cancel = threading.Event()
-    threading.Timer(0.1, cancel.set).start()
-    with pytest.raises(CancelledError):
-        build_artifact(SPEC, store=local(), toolchain=kit.find(), cancel=cancel)
-
-
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_frees_all_who_wait(shared, keys, kit, local, monkeypatch, quick):
     name_store(monkeypatch, f"file://{shared}", keys[1], keys[0], wait=600)
     kit.does('sleep 0.2; echo "kernel.cu(7): error: something"; exit 1')
-    assert seconds(lambda: machines(4, local, kit)) < 60
+    assert seconds(lambda: machines(4, local, kit)) < 500
     assert all(isinstance(error, CompileError) for error in machines(2, local, kit))
     # One whose compiler can do it puts all in order.
     kit.makes(library(HMMA))
     machines(1, local, kit)
     assert [artifact.origin for artifact in machines(2, local, kit)] == [f"fetched from file://{shared}"] * 2
-
-
-def test_a_cancelled_builder_lets_the_next_go_on(shared, keys, kit, local, monkeypatch, quick):
-    name_store(monkeypatch, f"file://{shared}", keys[1], keys[0], wait=600)
-    kit.does("sleep 600")
-    toolchain, cancel = kit.find(), threading.Event()
-
-    def build():
-        with pytest.raises(CancelledError):
-            build_artifact(SPEC, store=local(), toolchain=toolchain, cancel=cancel)
-
-    thread = threading.Thread(target=build)
-    thread.start()
-    while not kit.compilations:
-        time.sleep(0.01)
-    kit.makes(library(HMMA))
-    cancel.set()
-    thread.join()
-    assert build_artifact(SPEC, store=local(), toolchain=toolchain).origin == "compiled here"
-    assert kit.compilations == 2
 
 
 def test_the_server_goes_away_while_a_kernel_is_compiled(shared, keys, kit, local, monkeypatch, caplog, quick):
@@ -613,64 +461,50 @@ def remote():
     return RemoteStores.current().store()
 
 
-def test_no_variable_no_store(monkeypatch):
-    assert remote() is None
-    monkeypatch.setenv(env.REMOTE_STORE.name, "")
-    assert remote() is None
+SETTINGS = [
+    *(("KEY", key, "CUTLASS_OPS_REMOTE_STORE_KEY") for key in (None, "", ":", "relative.pub", "/no/such.pub")),
+    *(("TIMEOUT", text, "TIMEOUT must be a positive number of seconds") for text in ("0", "-1", "soon", "nan")),
+    *(("WAIT", text, "WAIT must be a positive number of seconds") for text in ("-1", "nan", "x")),
+    *(
+        ("", url, "CUTLASS_OPS_REMOTE_STORE must be the URL of a folder")
+        for url in (
+            "kernels",
+            "/srv/kernels",
+            "s3:bucket",
+            "s3://",
+            "s3://a?b",
+            "simplecache::s3://a",
+            "s3://a b",
+            "S3://a",
+        )
+    ),
+    *(("", url, "must name an absolute folder") for url in ("file://relative/kernels", "local://kernels")),
+    *(("", url, "must name a bucket or a server") for url in ("s3:///kernels", "gs:///", "http://:80/kernels")),
+    ("", "nowhere://a", "nowhere:// is not a kind of URL that fsspec knows: set CUTLASS_OPS_REMOTE_STORE"),
+    ("", "htps://a", r"Did you mean https://\?$"),
+    ("SIGNING_KEY", "http://localhost/kernels", "can only be read"),
+]
 
 
-@pytest.mark.parametrize("key", [None, "", ":", "relative.pub"])
-def test_no_key_no_store(monkeypatch, kit, local, tmp_path, key):
-    name_store(monkeypatch, f"file://{tmp_path}/shared", key)
-    for use in (remote, lambda: build_artifact(SPEC, store=local(), toolchain=kit.find())):
-        with pytest.raises(ValueError, match="CUTLASS_OPS_REMOTE_STORE_KEY"):
-            use()
-    assert kit.compilations == 0
-
-
-@pytest.mark.parametrize(
-    "url", ["kernels", "/srv/kernels", "s3:bucket", "s3://", "s3://a?b", "s3://a#b", "simplecache::s3://a", "s3://a b"]
-)
-def test_what_is_no_url_of_a_folder(monkeypatch, keys, url):
-    name_store(monkeypatch, url, keys[1])
-    with pytest.raises(ValueError, match="CUTLASS_OPS_REMOTE_STORE must be the URL of a folder"):
+@pytest.mark.parametrize(("variable", "value", "why"), SETTINGS)
+def test_a_wrong_setting_is_an_error(monkeypatch, keys, shared, variable, value, why):
+    if variable == "SIGNING_KEY":
+        name_store(monkeypatch, value, keys[1], keys[0])
+    else:
+        name_store(monkeypatch, f"file://{shared}", keys[1])
+        name = f"CUTLASS_OPS_REMOTE_STORE_{variable}".rstrip("_")
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises((ValueError, StoreError), match=why):
         remote()
 
 
-@pytest.mark.parametrize(
-    ("variable", "text"),
-    [(env.REMOTE_STORE_TIMEOUT, t) for t in ("0", "-1", "soon", "nan")]
-    + [(env.REMOTE_STORE_WAIT, t) for t in ("-1", "nan", "x")],
-)
-def test_what_is_no_time(monkeypatch, keys, shared, variable, text):
-    name_store(monkeypatch, f"file://{shared}", keys[1])
-    monkeypatch.setenv(variable.name, text)
-    with pytest.raises(ValueError, match=f"{variable.name} must be a positive number of seconds"):
-        remote()
-
-
-def test_an_unlimited_time_is_a_day(monkeypatch, keys, shared):
-    name_store(monkeypatch, f"file://{shared}/", keys[1], timeout=float("inf"), wait=float("inf"))
-    assert remote().settings[0::3] == (f"file://{shared}", 86400.0)
-    assert remote().settings.wait == 86400.0
-
-
-def test_keys_must_fit(monkeypatch, keys, others, shared, tmp_path):
+def test_keys_must_fit(monkeypatch, keys, others, shared):
     name_store(monkeypatch, f"file://{shared}", keys[1], others[0])
     with pytest.raises(ValueError, match="signs for none of the public keys"):
-        remote()
-    name_store(monkeypatch, f"file://{shared}", tmp_path / "missing.pub")
-    with pytest.raises(ValueError, match="CUTLASS_OPS_REMOTE_STORE_KEY names"):
         remote()
     keys[1].chmod(0o646)
     name_store(monkeypatch, f"file://{shared}", keys[1])
     with pytest.raises(BundleError, match="is not safe"):
-        remote()
-
-
-def test_nothing_is_published_by_http(monkeypatch, keys):
-    name_store(monkeypatch, "http://localhost/kernels", keys[1], keys[0])
-    with pytest.raises(ValueError, match="can only be read"):
         remote()
 
 
@@ -691,91 +525,13 @@ def test_a_missing_package_is_named(monkeypatch, keys, missing, url, extra):
         remote()
 
 
-@pytest.mark.parametrize(("scheme", "meant"), [("nowhere", "$"), ("htps", r"\. Did you mean https://\?$")])
-def test_a_url_that_nobody_knows(monkeypatch, keys, scheme, meant):
-    name_store(monkeypatch, f"{scheme}://a", keys[1])
-    why = f"{scheme}:// is not a kind of URL that fsspec knows: set CUTLASS_OPS_REMOTE_STORE to a folder such as s3://b"
-    with pytest.raises(StoreError, match=rf"^{why}.*file:///mnt/kernels{meant}"):
-        remote()
-
-
-@pytest.mark.parametrize("url", ["s3:///kernels", "gs:///", "https:///kernels", "http://:80/kernels"])
-def test_a_bucket_or_a_server_is_named(keys, monkeypatch, url):
-    name_store(monkeypatch, url, keys[1])
-    scheme = url.partition(":")[0]
-    with pytest.raises(
-        ValueError, match=f"must name a bucket or a server behind {scheme}://, such as {scheme}://name/ker"
-    ):
-        env.remote_store()
-    name_store(monkeypatch, "hdfs:///kernels", keys[1])
-    assert env.remote_store().url == "hdfs:///kernels"
-
-
-def test_a_scheme_is_in_lower_case(monkeypatch, keys):
-    name_store(monkeypatch, "S3://a", keys[1])
-    with pytest.raises(ValueError, match=r"its scheme in lower case, .*, not 'S3://a'"):
-        env.remote_store()
-
-
-def test_a_missing_package_that_is_none_of_ours_is_named_by_fsspec(monkeypatch, keys):
-    def refuse(_protocol):
-        raise ImportError("Install adlfs to access Azure")
-
-    monkeypatch.setattr("fsspec.get_filesystem_class", refuse)
-    name_store(monkeypatch, "az://a", keys[1])
-    why = r"^a remote store at az:// needs another package: Install adlfs to access Azure\. Or set CUTLASS_OPS_REMOTE_S"
-    with pytest.raises(StoreError, match=why):
-        remote()
-
-
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("zip://a/b", "fsspec does not open zip:// by a URL alone ("),
-        ("github://a/b", "fsspec does not open github:// by a URL alone (TypeError: "),
-        ("cached://a", "fsspec does not open cached:// by a URL alone (ValueError: "),
-        (
-            "memory://a",
-            "a remote store at memory:// needs another package: No module named 'some'. Or set CUTLASS_OPS_R",
-        ),
-    ],
-)
-def test_a_url_that_alone_opens_nothing_is_one_warning(monkeypatch, keys, caplog, url, why):
-    def refuse(*_, **__):
-        raise ImportError("No module named 'some'")
-
-    if url.startswith("memory"):
-        monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
-    monkeypatch.setattr(remote_files, "_PAUSE", 0.0)
-    name_store(monkeypatch, url, keys[1])
-    for _ in range(2):
-        assert not remote().reachable()
-    (warned,) = said(caplog)
-    assert f"{url} cannot be used: {why}" in warned
-    assert "set CUTLASS_OPS_REMOTE_STORE to a folder such as s3://bucket/kernels" in warned
-
-
 def test_names_and_passwords_are_not_shown(monkeypatch, keys, kit, local, server, publish):
     publish()
     name_store(monkeypatch, server.url.replace("://", "://user:secret@"), keys[1])
     artifact = build_artifact(SPEC, store=local(), toolchain=kit.find())
     assert artifact.origin == f"fetched from {server.url}"
     assert remote().where == server.url
-    assert "secret" not in repr(remote()._files)
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("s3:///x", "s3:///x"),
-        ("memory:///x/y", "memory:///x/y"),
-        ("s3://me:secret@bucket/x@y?z#w", "s3://bucket/x@y?z#w"),
-        ("https://me@secret@host:80/x", "https://host:80/x"),
-        ("s3://[x/y", "s3://[x/y"),
-    ],
-)
-def test_a_url_is_shown_as_it_is_but_for_names_and_passwords(url, shown):
-    assert env.without_user(url) == shown
+    assert "secret" not in repr(remote().files)
 
 
 @pytest.mark.parametrize(
@@ -801,14 +557,6 @@ def test_a_wrong_url_is_shown_without_the_password(keys, monkeypatch, url):
     assert "secret" not in str(error.value)
 
 
-def test_settings_are_read_anew(monkeypatch, keys, shared):
-    name_store(monkeypatch, f"file://{shared}", keys[1])
-    first = remote()
-    assert remote() is first
-    monkeypatch.setenv(env.REMOTE_STORE.name, f"file://{shared}/b")
-    assert remote() is not first
-
-
 # ---- Files ----
 
 
@@ -826,16 +574,6 @@ def test_files(tmp_path, url):
     files.remove("b/c", 10)
     files.remove("b/c", 10)
     assert files.read("b/c", 10, 10) is None
-
-
-def test_a_short_limit_does_not_make_a_server_bad(server, caplog):
-    server.how = "silent"
-    files = RemoteFiles(server.url, 60)
-    with pytest.raises(Unreachable):
-        files.read("a", 10, 0.2)
-    server.how = "well"
-    assert files.read("a", 10, 30) is None
-    assert said(caplog) == []
 
 
 @pytest.mark.slow
@@ -861,52 +599,56 @@ def test_the_store_may_be_deleted_at_any_time(shared, keys, kit, local, publish,
     assert build_artifact(SPEC, store=local(), toolchain=kit.find()).origin != "compiled here"
 
 
+# ---- Redirects -------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
-def deleting(monkeypatch):
-    """Delete a store so many times, each time while a fetched kernel is proved in it."""
+def web():
+    """Return a function that starts a web server, given what each path leads to: bytes, or a URL to go to."""
+    servers = []
 
-    def _deleting(store, times):
-        deleted, proves = [], build_module._proved
+    def start(**pages):
+        class Handler(BaseHTTPRequestHandler):
+            asked: ClassVar[list[str]] = []
 
-        def proved(library, spec):
-            found = proves(library, spec)
-            if len(deleted) < times:
-                deleted.append(shutil.rmtree(store.root))
-            return found
+            def do_GET(self):
+                self.asked.append(self.path)
+                found = pages.get(self.path.strip("/"), b"")
+                self.send_response(200 if isinstance(found, bytes) else 302)
+                if isinstance(found, str):
+                    self.send_header("Location", found)
+                data = found if isinstance(found, bytes) else b""
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
-        monkeypatch.setattr(build_module, "_proved", proved)
-        return deleted
+            do_HEAD = do_GET  # noqa: N815
 
-    return _deleting
+            def log_message(self, *_):
+                pass
 
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", Handler.asked
 
-@pytest.mark.parametrize("times", [1, 4])
-def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched(
-    keys, kit, local, server, publish, monkeypatch, deleting, times
-):
-    publish()
-    name_store(monkeypatch, server.url, keys[1])
-    store = local()
-    deleted = deleting(store, times)
-    monkeypatch.setattr(KernelStore, "default", lambda: store)
-    monkeypatch.setattr(build_module, "find_toolchain", kit.find)
-    for get in (fetched, build_artifact):
-        deleted.clear()
-        with nullcontext() if times < 4 else pytest.raises(StoreError, match="4 times in a row"):
-            assert get(SPEC).origin.startswith("fetched from")
-        store.clean()
+    pytest.importorskip("aiohttp")
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
-@pytest.mark.parametrize("times", [1, 3, 4])
-def test_a_local_store_that_is_deleted_while_a_kernel_is_fetched_where_nothing_compiles(
-    keys, local, server, publish, monkeypatch, deleting, times
-):
-    publish()
-    name_store(monkeypatch, server.url, keys[1])
-    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    store = local()
-    deleting(store, times)
-    with nullcontext() if times < 4 else pytest.raises(MissingKernelError, match="4 times in a row"):
-        artifact = build_artifact(SPEC, store=store)
-        assert artifact.origin.startswith("fetched from")
-        assert store.lookup(artifact.key).read_library() == artifact.read_library()
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("form", ["{}/file", "//{host}/file", "http://localhost:{port}/file", "http://me@{host}/file"])
+def test_a_redirect_to_another_server_is_not_followed(web, caplog, form):
+    other, asked = web(file=b"secret")
+    host = other.removeprefix("http://")
+    url, _ = web(file=form.format(other, host=host, port=host.rpartition(":")[2]))
+    files = RemoteFiles(url, 10)
+    with pytest.raises(Unreachable, match="redirects to another server"):
+        files.read("file", 100, 10)
+    assert asked == []
+    (line,) = said(caplog)
+    assert "if you trust that one, name its URL in CUTLASS_OPS_REMOTE_STORE" in line
+    assert "me@" not in line

@@ -7,14 +7,14 @@ from signatures import A100, H100
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch, space
-from cutlass_ops.declare.config import SmallConfig, ThreadblockShape, config_from_json, config_to_json
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
-from cutlass_ops.kinds.small import footprint
-from cutlass_ops.kinds.small import space as small
-from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.kinds.small.config import SmallConfig
+from cutlass_ops.kinds.small.kind import UNTUNED, shared_memory
+from cutlass_ops.operand.call import call_at, signature_of
 
 
 @co.epilogue
@@ -35,52 +35,21 @@ def signature(problem, device, form=BATCHED, majors=("row", "row")):
     return signature_of(call, device)
 
 
-def test_a_kernel_names_its_tile_and_its_operands():
-    source = co.source(spec())
-    assert "using Shape = cutlass_ops::small::Shape<32, 64, 16, 3, 2>;" in source
-    assert "cutlass_ops::BatchedVector<Element_bias> bias;" in source
-    assert "Element_bias const* bias;" in source
-    assert "at<Element_residual>(o.residual, batch, extent)," in source
-    assert "float(o.bias[column])," in source
-    assert "element<Element_pre, cutlass_ops::Major::kRow>(o.pre, row, column) = Element_pre(pre_[0]);" in source
-    assert source.count("return d_[0];") == 1
-
-
-def test_a_kernel_without_inputs_reads_none():
-    source = co.source(spec(epilogue=builtin.identity))
-    assert "Inputs const in" not in source
-    assert "compute(Own const&, int row, int column, float acc)" in source
-
-
 @pytest.mark.parametrize("majors", list(itertools.product(("row", "col"), repeat=2)))
 def test_shared_memory_is_that_of_each_warp(majors):
     one = SmallConfig(ThreadblockShape(64, 32, 16), stages=2, warps=1)
     a, b = (f"bf16.{major}" for major in majors)
     lines = {"row": 64 * 24, "col": 16 * 72}[majors[0]] + {"row": 16 * 40, "col": 32 * 24}[majors[1]]
-    assert footprint.shared_memory(spec(one, a=a, b=b), one) == 2 * lines * 2 + 16 * 36 * 4
+    assert shared_memory(spec(one, a=a, b=b), one) == 2 * lines * 2 + 16 * 36 * 4
     four = SmallConfig(ThreadblockShape(64, 32, 16), stages=2, warps=4)
-    assert footprint.shared_memory(spec(four, a=a, b=b), four) == 4 * footprint.shared_memory(spec(one, a=a, b=b), one)
-
-
-def test_a_configuration_survives_its_json():
-    for config in small.candidates():
-        assert config_from_json(config_to_json(config)) == config
-    assert len({c.slug for c in small.candidates()}) == len(list(small.candidates()))
+    assert shared_memory(spec(four, a=a, b=b), four) == 4 * shared_memory(spec(one, a=a, b=b), one)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
-@pytest.mark.parametrize("config", small.UNTUNED, ids=lambda c: c.slug)
+@pytest.mark.parametrize("config", UNTUNED, ids=lambda c: c.slug)
 def test_the_usual_kernels_are_legal_everywhere(config, target):
     assert legality.check(spec(config, target=target)) == ()
     assert legality.check(spec(config, a="bf16.col.align1", b="bf16.row.align1", target=target)) == ()
-
-
-def test_neighbours_differ_in_one_step():
-    one = SmallConfig(ThreadblockShape(32, 32, 32))
-    assert small.near(one, SmallConfig(ThreadblockShape(32, 64, 32)))
-    assert small.near(one, SmallConfig(ThreadblockShape(32, 32, 32), warps=4))
-    assert not small.near(one, SmallConfig(ThreadblockShape(64, 64, 32)))
-    assert not small.near(one, one)
 
 
 @pytest.mark.usefixtures("session")
@@ -107,13 +76,13 @@ def test_one_gemm_is_none_of_theirs():
     problem = Problem(64, 64, 64)
     of = signature(problem, A100, DENSE)
     assert not any(isinstance(s.config, SmallConfig) for s in dispatch.specs(of, A100))
-    assert space.small_tiles(of, problem, A100) == []
+    assert not any(isinstance(c, SmallConfig) for c in space.fitting(of, problem, A100))
 
 
 def test_a_race_has_tiles_of_about_the_size():
     problem = Problem(32, 64, 64, 1000)
-    found = space.small_tiles(signature(problem, H100), problem, H100)
+    found = space.fitting(signature(problem, H100), problem, H100)
     assert found
     assert {c.threadblock.m for c in found} == {16, 32}
     assert {c.threadblock.n for c in found} == {16, 32, 64}
-    assert space.small_tiles(signature(problem, H100), Problem(256, 64, 64, 1000), H100) == []
+    assert space.fitting(signature(problem, H100), Problem(256, 64, 64, 1000), H100) == []

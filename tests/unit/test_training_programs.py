@@ -10,7 +10,7 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
 def test_inductor_compiles_forward_and_backward(dynamic):
     torch._dynamo.reset()
@@ -40,6 +40,7 @@ def test_a_compiler_sees_the_operators_of_forward_and_backward_only():
     assert all(map(torch.equal, graph(*(x.detach() for x in given)), step(*given)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize("recorded", [False, True])
@@ -85,17 +86,7 @@ def test_autograd_may_be_compiled_where_the_forward_is_not(compiled):
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, wanted, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("block", [co.nn.MLP, co.nn.GatedMLP, co.nn.RMSNormLinear, co.nn.LayerNormLinear])
-def test_a_traced_module_passes_the_tracers_own_check(block):
-    module, x = block(16, 32, dtype=BF16), torch.randn(4, 16).to(BF16)
-    found = torch.jit.trace(module, (x,))(x)
-    assert torch.equal(found, module(x))
-    assert all(
-        map(torch.equal, *(torch.autograd.grad(d.float().sum(), list(module.parameters())) for d in (found, module(x))))
-    )
-
-
+@pytest.mark.slow
 def test_a_compiled_function_notices_whether_it_may_store():
     graphs = []
 
@@ -116,15 +107,6 @@ def test_a_compiled_function_notices_whether_it_may_store():
             d = co.gemm_bias_gelu(a, w.t(), bias)
         return co.gemm_bias_gelu(d, w, a[:1, :].detach())
 
-    class Inside(torch.nn.Module):
-        @co.recompute()
-        def forward(self, a, w, bias):
-            return co.gemm_bias_gelu(a, w.t(), bias)
-
-    for decorated in (co.recompute()(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias)), Inside()):
-        graphs.clear()
-        torch.compile(decorated, backend=noted, fullgraph=True)(*given)
-        assert graphs == [[True]]
     graphs.clear()
     torch.compile(inside, backend=noted, fullgraph=True)(*given)
     assert graphs == [[True, False]]

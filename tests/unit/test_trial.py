@@ -5,27 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from signatures import H100, signature
+from signatures import H100
 
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
-from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.config import Ordered, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import call_at, signature_of
-from cutlass_ops.tuner import timing, trial
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.operand import reference
+from cutlass_ops.operand.call import call_at, signature_of
+from cutlass_ops.tuner import trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
-
-
-def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
-    first, second = Ordered(FIRST), Ordered(SECOND)
-    by_gpc = Ordered(FIRST, TileOrder("along_m", by_gpc=True))
-    assert trial._best_orders([by_gpc, second, first]) == [by_gpc, second]
-    assert trial._best_orders([second, first, by_gpc]) == [second, first]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -35,34 +28,6 @@ def test_rounding_counts_for_values_that_an_epilogue_has_rounded_itself(dtype):
     for found in (trial._rounding(values, dtype), trial._rounding(values.to(dtype).double(), dtype)):
         assert found == pytest.approx(usual, rel=0.2)
     assert trial._rounding(torch.zeros(4, dtype=torch.float64), dtype) == 0
-
-
-@pytest.mark.parametrize("by_gpc", [False, True])
-def test_every_order_of_tiles_has_a_number_of_its_own(by_gpc):
-    rasters = ("heuristic", "along_m", "along_n")
-    numbers = [TileOrder(r, 4, by_gpc).numbers for r in rasters]
-    assert numbers == [(n + (4 if by_gpc else 0), 4) for n in range(3)]  # as templates/include/cutlass_ops/sm90_gemm.h
-
-
-@pytest.mark.parametrize("size", [1e3, 1e6, 20e6, 60e6, 200e6, 1e10])
-def test_a_set_of_inputs_has_left_the_cache_when_its_turn_comes_again(size):
-    count = timing.rotation(size)
-    assert 2 <= count <= 12
-    # What all others have read in between is at least as large as an L2 cache, where so few of them can be.
-    assert (count - 1) * size >= USUAL.l2_bytes or count == 12
-
-
-def test_launches_of_a_trial_take_turns_with_the_inputs(monkeypatch):
-    monkeypatch.setattr(trial.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    cached = SimpleNamespace(L2_cache_size=USUAL.l2_bytes)
-    monkeypatch.setattr(trial.torch.cuda, "get_device_properties", lambda device: cached)
-    read = []
-    kernel = SimpleNamespace(launch=lambda a, *_: read.append(a.data_ptr()), workspace_size=lambda *_: 0)
-    run = trial.Trial(signature(), Problem(64, 64, 64), torch.device("cpu"))._run(Ordered(FIRST), kernel)
-    for index in range(24):
-        run(index)
-    assert len(set(read)) == 12
-    assert read[:12] == read[12:]
 
 
 @pytest.fixture

@@ -19,13 +19,12 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered
-from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import spreads
-from cutlass_ops.run import reference
-from cutlass_ops.run.call import call_at, check_call, signature_of
-from cutlass_ops.run.grouped import grouped_op, masked_op, wgrad_op
+from cutlass_ops.operand.call import call_at, check_call, signature_of
+from cutlass_ops.run.gemm import op_for
 from cutlass_ops.tuner import trial, tuning
 from cutlass_ops.tuner.measuring import Outcome
 from cutlass_ops.tuner.tuning import Effort, Place, plan, run
@@ -80,16 +79,7 @@ def measured(monkeypatch):
 # ---- Plans and tables ------------------------------------------------------------------------------------------------
 
 
-def test_kernels_of_groups_race_in_one_order():
-    planned = plan({signature(): PROBLEMS}, H100, SMALL, spreads=("equal",))
-    assert [(task.problem, task.spreads) for task in planned] == [(p, ("equal",)) for p in PROBLEMS]
-    for task in planned:
-        configs = [e.config for e in task.entrants]
-        assert len(set(configs)) == len(configs) >= 2
-        assert not any(e.order.by_gpc for e in task.entrants)
-        assert all(c.schedule in ("pingpong", "cooperative") for c in configs)
-
-
+@pytest.mark.slow
 def test_a_table_serves_calls(place, measured, monkeypatch):
     of, problem = signature(), PROBLEMS[1]
     before = dispatch.choose(of, H100, problem)[0].config
@@ -104,12 +94,13 @@ def test_a_table_serves_calls(place, measured, monkeypatch):
     ends = torch.empty(64, dtype=torch.int32, device="meta")
     call = check_call(builtin.identity.graph, x.bfloat16(), w.bfloat16().mT, {}, None, None, offsets=ends, form=GROUPED)
     assert call.chosen_for == problem
-    padded, op = torch.empty(64, 128, 4096, device="meta"), masked_op(None, 16)
+    padded, op = torch.empty(64, 128, 4096, device="meta"), op_for(None, "masked", None, 16)
     room = op.checked(padded.bfloat16(), w.bfloat16().mT, (ends,), {}, None, None)
     assert room.chosen_for == problem
     assert signature_of(room, H100) == of
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_other_spreads_is_measured_again(place, measured):
     of, some = signature(), PROBLEMS[:1]
 
@@ -151,6 +142,7 @@ def device(monkeypatch):
     monkeypatch.setattr(tuning, "device_of", lambda _: H100)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_groups_are_tuned_for_their_mean_and_their_spread(measured, tmp_path, monkeypatch):
     measurer = SimpleNamespace(measure=measured.measure)
@@ -165,12 +157,13 @@ def test_groups_are_tuned_for_their_mean_and_their_spread(measured, tmp_path, mo
     assert {p.spreads for p in table.points} == {("equal", "Zipf")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, monkeypatch):
     measurer = SimpleNamespace(measure=measured.measure)
     monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(measurer))
     given = {"groups": 64, "spreads": ["equal"], "effort": SMALL, "folder": tmp_path}
-    report = co.tune(co.grouped_gemm_wgrad, [(4096, 1536, 298), (4096, 1536, 299)], **given)
+    report = co.tune(co.gemm, [(4096, 1536, 298), (4096, 1536, 299)], wgrad=True, **given)
     ((found, table),) = report.tables.items()
     assert (found.form, found.a.major, found.b.major) == (RAGGED_K, "col", "row")
     (problem,) = [p.problem for p in table.points]
@@ -183,11 +176,11 @@ def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, m
     policies.forget()
     x, gradient = (torch.empty(64 * 299, n, device="meta").bfloat16() for n in (4096, 1536))
     ends = torch.empty(64, dtype=torch.int32, device="meta")
-    call = wgrad_op().checked(x.mT, gradient, (ends,), {}, None, None)
+    call = op_for(None, "ragged_k").checked(x.mT, gradient, (ends,), {}, None, None)
     assert (signature_of(call, H100), call.chosen_for) == (found, problem)
     assert dispatch.choose(found, H100, call.chosen_for)[0].config == best
     # One with an epilogue has a table of its own.
-    (other,) = co.tune(wgrad_op(accumulate), [problem.extents], **given).tables
+    (other,) = co.tune(op_for(accumulate, "ragged_k"), [problem.extents], **given).tables
     assert (other.form, other.epilogue) == (RAGGED_K, accumulate.graph)
 
 
@@ -201,9 +194,10 @@ def test_gradients_are_tuned_for_the_mean_that_they_add_up(measured, tmp_path, m
         (co.gemm, {"groups": 4, "spreads": ("zap",)}, "'zap' is not a spread of rows: use some of equal"),
         (co.gemm, {"groups": 4, "spreads": "Zipf"}, "spreads is 'Zipf': pass a sequence of names"),
         (co.gemm, {"groups": 4, "allow_fallback": True}, "PyTorch serves no calls with groups"),
-        (grouped_op(), {}, "grouped_gemm multiplies groups of rows: say how many, as groups=64"),
-        (wgrad_op(), {}, "grouped_gemm_wgrad multiplies groups of rows: say how many, as groups=64"),
-        (co.grouped_gemm_wgrad, {"groups": 4, "allow_fallback": True}, "PyTorch serves no calls with groups"),
+        (op_for(None, "grouped"), {}, "gemm multiplies groups of rows: say how many, as groups=64"),
+        (op_for(None, "ragged_k"), {}, "gemm multiplies groups of rows: say how many, as groups=64"),
+        (co.gemm, {"wgrad": True, "groups": 4, "allow_fallback": True}, "PyTorch serves no calls with groups"),
+        (co.gemm, {"wgrad": True}, "wgrad sums over the rows of groups: say how many, as groups=64"),
         (composed.rms_norm, {"groups": 4}, "statistics of A's rows"),
     ],
 )
@@ -300,13 +294,3 @@ def test_a_time_is_the_geometric_mean_over_spreads(monkeypatch):
     assert (peers, len(rounds)) == ((), 3)
     assert {m.order for m in measured} == {first.order}
     found.rehearse(first)
-
-
-@pytest.mark.usefixtures("host")
-def test_other_forms_are_launched_in_one_way():
-    of = signature_of(call_at(builtin.identity.graph, Problem(16, 64, 64), "bf16", "row", "col", form=DENSE), H100)
-    found = trial.Trial(of, Problem(16, 64, 64), torch.device("cpu"))
-    assert found._names("eager") == ["eager"]
-    assert [way.operands for way in found._ways] == [()]
-    exact = reference.accumulator(of.epilogue, found._sets[0].a, found._sets[0].b, {}, torch.float64)
-    assert torch.equal(found._wanted[0][0], exact)

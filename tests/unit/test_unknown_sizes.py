@@ -48,19 +48,24 @@ CALLS = {
     "layernorm": lambda i: co.layernorm_gemm(X[i], W, GAMMA, GAMMA, eps=1e-6),
     "swiglu": lambda i: co.gemm_swiglu(X[i], W, W),
     "residual rms": lambda i: co.gemm_residual_rms(X[i], W, ADDED[i], eps=1e-6)[0],
-    "experts": lambda i: co.grouped_gemm(X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0])),
-    "experts, a tile": lambda i: co.grouped_gemm(
-        X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0]), epilogue=weighted, weight=COL[i], residual=ADDED[i]
+    "experts": lambda i: co.gemm(X[i], EXPERT_W, groups=co.Groups(OFFSETS.clamp(max=i.shape[0]))),
+    "experts, a tile": lambda i: co.gemm(
+        X[i],
+        EXPERT_W,
+        groups=co.Groups(OFFSETS.clamp(max=i.shape[0])),
+        epilogue=weighted,
+        weight=COL[i],
+        residual=ADDED[i],
     ),
-    "masked": lambda i: co.grouped_gemm_masked(XE[:, i], EXPERT_W, i.shape[0] * ONES),
+    "masked": lambda i: co.gemm(XE[:, i], EXPERT_W, groups=co.Groups(counts=i.shape[0] * ONES)),
     "MLP": lambda i: MODULES["MLP"](X[i]),
     "GatedMLP": lambda i: MODULES["GatedMLP"](X[i]),
     "RMSNormLinear": lambda i: MODULES["RMSNormLinear"](X[i]),
 }
 WITHOUT = {
-    "FP8": lambda i: co.scaled_gemm(X8[i], W8, COL[i], BIAS.float(), out_dtype=BF16),
-    "FP8 blocks": lambda i: co.scaled_gemm(X8[i], W8, BLOCKS[0][i], BLOCKS[1], out_dtype=BF16),
-    "quantize": lambda i: co.quantize(X[i], "e4m3", block=128)[0],
+    "FP8": lambda i: co.gemm(co.Scaled(X8[i], COL[i]), co.Scaled(W8, BIAS.float()), out_dtype=BF16),
+    "FP8 blocks": lambda i: co.gemm(co.Scaled(X8[i], BLOCKS[0][i]), co.Scaled(W8, BLOCKS[1]), out_dtype=BF16),
+    "quantize": lambda i: co.Scaled.quantize(X[i], "e4m3", block=128)[0],
 }
 MODULES = {
     "MLP": co.nn.MLP(K, N, dtype=BF16),
@@ -81,6 +86,7 @@ def chosen():
     return [torch.arange(T) % 3 > 0, torch.arange(T) == 2, torch.zeros(T, dtype=torch.bool)]
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("name", [*CALLS, *WITHOUT])
 @torch.no_grad()
 def test_a_program_serves_any_number_of_rows(name):
@@ -92,6 +98,7 @@ def test_a_program_serves_any_number_of_rows(name):
             torch.testing.assert_close(x.float(), y.float())
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "masked"])
 def test_gradients_of_any_number_of_rows(name):
     leaves = [X, W, BIAS, GAMMA, ADDED, COL, XS, WS, ADDEDS, EXPERT_W]
@@ -124,14 +131,20 @@ OF_TWO = {
     ),
     "a column": lambda i, j: co.gemm(X[i], W, epilogue=scaled, scale=COL[j], bias=BIAS, residual=ADDED[i])[0],
     "a tile": lambda i, j: co.gemm_residual(X[i], W, ADDED[j]),
-    "inputs of groups": lambda i, j: co.grouped_gemm(
-        X[i], EXPERT_W, OFFSETS.clamp(max=i.shape[0]), epilogue=weighted, weight=COL[j], residual=ADDED[j]
+    "inputs of groups": lambda i, j: co.gemm(
+        X[i],
+        EXPERT_W,
+        groups=co.Groups(OFFSETS.clamp(max=i.shape[0])),
+        epilogue=weighted,
+        weight=COL[j],
+        residual=ADDED[j],
     ),
-    "K of groups": lambda i, j: co.grouped_gemm_wgrad(X[i], ADDED[j], OFFSETS.clamp(max=i.shape[0])),
+    "K of groups": lambda i, j: co.gemm(X[i].mT, ADDED[j], groups=co.Groups(OFFSETS.clamp(max=i.shape[0]))),
     "out": written,
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OF_TWO)
 @torch.no_grad()
 def test_extents_that_must_be_the_same(name):
@@ -158,8 +171,8 @@ def test_rows_of_experts_by_bincount(masked):
         counts = torch.bincount(expert, minlength=EXPERTS)
         if masked:
             used = torch.arange(T) < counts[:EXPERTS, None]
-            return torch.where(used[..., None], co.grouped_gemm_masked(XE, EXPERT_W, counts.int()), 0)
-        return co.grouped_gemm(X, EXPERT_W, counts.cumsum(0, dtype=torch.int32))
+            return torch.where(used[..., None], co.gemm(XE, EXPERT_W, groups=co.Groups(counts=counts.int())), 0)
+        return co.gemm(X, EXPERT_W, groups=co.Groups(counts.cumsum(0, dtype=torch.int32)))
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -8,10 +8,8 @@ from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
 from cutlass_ops.artifacts import container
-from cutlass_ops.base import checked_json, linkage
-from cutlass_ops.base import elf as elf_module
+from cutlass_ops.base import checked_json
 from cutlass_ops.base.elf import exports, gpu_images, needed, search_paths, sections, sm_version
-from cutlass_ops.base.errors import BundleError
 from cutlass_ops.ship.verifying import verify
 
 
@@ -36,6 +34,7 @@ def test_a_good_bundle(tmp_path):
     assert checked_json.canonical(found.to_json())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -69,14 +68,16 @@ def _changed(tmp_path, change):
     return verify(tmp_path / "a").problems
 
 
-def test_a_key_that_is_not_the_contents_own(tmp_path):
-    (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(headers="0" * 64))
-    assert "its key does not match its identity in the manifest" in problem
-
-
-def test_opcodes_that_are_not_there(tmp_path):
-    (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(sass={"HMMA": 7}))
-    assert "instruction counts" in problem
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"headers": "0" * 64}, "its key does not match its identity in the manifest"),
+        ({"sass": {"HMMA": 7}}, "instruction counts"),
+    ],
+)
+def test_a_kernel_that_is_not_what_the_manifest_says(tmp_path, change, why):
+    (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(change))
+    assert why in problem
 
 
 def test_contents_that_were_changed(tmp_path):
@@ -92,12 +93,6 @@ def test_contents_that_were_changed(tmp_path):
 def test_an_illegal_declaration(tmp_path):
     problems = _changed(tmp_path, lambda kernel, _: kernel["config"].update(stages=90))
     assert any("stages" in p for p in problems)
-
-
-def test_what_is_no_bundle(tmp_path):
-    (tmp_path / "a").write_bytes(b"junk" * 100)
-    (problem,) = verify(tmp_path / "a").problems
-    assert "is not a bundle of this library" in problem
 
 
 @pytest.mark.slow
@@ -117,23 +112,6 @@ def test_no_changed_library_is_more_than_a_problem(tmp_path):
         assert all(p.startswith("kernels/") for p in problems)
         wrong += bool(problems)
     assert wrong > 200
-
-
-@pytest.mark.parametrize("change", ["far", "many", "overlapping"])
-def test_numbers_of_sections_that_no_library_has(change):
-    data = bytearray(library(HMMA))
-    if change == "far":
-        data[0x28:0x30] = b"\xff" * 8
-    elif change == "many":
-        data += elf(190, {".text": b""})[:20] * 1000
-    else:
-        (table,) = struct.unpack_from("<Q", data, 0x28)
-        (entry_size,) = struct.unpack_from("<H", data, 0x3A)
-        for index in range(1, 3):
-            struct.pack_into("<QQ", data, table + index * entry_size + 24, 0, len(data))
-    read = gpu_images if change == "many" else sections
-    with pytest.raises(struct.error):
-        list(read(bytes(data)))
 
 
 def test_machine_code_says_for_which_device_it_is():
@@ -183,52 +161,11 @@ def test_segments_that_no_library_has(at, value, why):
         search_paths(bytes(data))
 
 
-def test_texts_without_an_end_and_without_number():
-    many = library(HMMA, needed=("libc.so.6",) * 100)
-    with pytest.raises(struct.error, match="for 100 libraries"):
-        needed(many)
-    data = library(HMMA, needed=("libc.so.6",))
-    endless = data.replace(b"libc.so.6\0", b"x" * 10).replace(struct.pack("<QQ", 5, 0)[:8], struct.pack("<Q", 5))
-    at = data.index(b"libc.so.6\0")
-    assert needed(endless)[0].startswith("x" * 10)  # the next zero ends it
-    with pytest.raises(struct.error, match="no end"):
-        needed(data[:at] + b"x" * (len(data) - at))
-
-
-class Counted(bytes):
-    """A table of names that counts how many of its bytes are taken out."""
-
-    taken = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        Counted.taken += len(found) if isinstance(key, slice) else 1
-        return found
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    contents = elf_module._contents
-    monkeypatch.setattr(elf_module, "_contents", lambda *arguments: Counted(contents(*arguments)))
-    monkeypatch.setattr(Counted, "taken", 0)
-
-
 def _named(exports, names, needed=()):
     """A library with so many symbols and needed libraries, whose names begin at these places of a table."""
     symbols = b"".join(struct.pack("<IBBHQQ", at, 0x12, 0, 1, 0, 0) for at in exports)
     entries = b"".join(struct.pack("<QQ", 1, at) for at in needed)
     return elf(62, {".dynsym": symbols, ".dynstr": names, ".dynamic": entries})
-
-
-def test_symbols_with_long_names_are_read_in_linear_time(counted):
-    """A thousand symbols in a table of 4 MiB took a thousand copies of it."""
-    names = b"x" * (4 << 20) + b"\0launch\0"
-    data = _named([*range(1000), len(names) - 7], names, needed=[len(names) - 7])
-    assert exports(data, ["launch", "main"]) == {"launch"}
-    assert needed(data) == ["launch"]
-    assert [s.name for s in sections(data)] == [".dynsym", ".dynstr", ".dynamic", ".names"]
-    # Nothing but the symbols themselves and some names.
-    assert Counted.taken < 1 << 16
 
 
 @pytest.mark.parametrize(
@@ -247,20 +184,3 @@ def test_more_than_a_library_has_is_refused(data, why):
         return
     with pytest.raises(struct.error, match=why):
         exports(data, []), needed(data)
-
-
-def test_sections_that_share_one_long_name_are_refused(counted):
-    """Sixty thousand of them could else have all names of a table of 60 MB."""
-    data = bytearray(elf(62, {f".{at}": b"" for at in range(100)} | {"x" * 10_000: b""}))
-    (table,) = struct.unpack_from("<Q", data, 0x28)
-    (long,) = struct.unpack_from("<I", data, table + 100 * 64)
-    for index in range(100):
-        struct.pack_into("<I", data, table + index * 64, long)
-    with pytest.raises(struct.error, match="does not end within"):
-        list(sections(bytes(data)))
-    assert Counted.taken < 50_000
-
-
-def test_a_library_with_such_names_is_refused_in_words():
-    with pytest.raises(BundleError, match=r"^it is not a shared library: a name at 0 does not end within 255 bytes"):
-        linkage.require_own_libraries(_named([], b"x" * 300 + b"\0", [0]), "it", BundleError)

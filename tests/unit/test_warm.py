@@ -1,6 +1,7 @@
 """Warm calls: the second call of a kind goes straight to its kernel, however its outputs are given."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from signatures import A100
 import cutlass_ops as co
 from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import gated, norms, ops, plan
+from cutlass_ops.run import gated, ops, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-M, N, K, EPS = 48, 520, 264, 1e-5
+M, N, K = 48, 520, 264
 
 
 @co.epilogue
@@ -102,24 +103,6 @@ def test_a_warm_launch_visits_tiles_in_the_order_of_a_cold_one(device, epilogue,
     assert [(launch.raster, launch.swizzle) for launch in device.launches] == [order.numbers] * 2 == [(2, 4)] * 2
 
 
-@co.epilogue
-def alike(acc, residual: co.Tile):
-    """An input and an output of one shape and dtype."""
-    return {"d": co.relu(acc + residual), "pre": acc + residual * 2}
-
-
-@pytest.mark.usefixtures("device")
-def test_inputs_come_before_outputs():
-    op, residual = ops.Op("alike", alike), matrix(M, N)
-    before = residual.clone()
-    for _ in range(2):
-        found = op(A, B, residual)
-        exact = A.double() @ B.double() + 2 * before.double()
-        torch.testing.assert_close(found.pre.double(), exact, rtol=1e-2, atol=2e-2)
-        assert torch.equal(residual, before)
-    assert op.served_warm == 1
-
-
 def test_what_an_output_was_given_in_once_is_not_what_others_get(op):
     op(A, B, BIAS, 0.5, out={"top": torch.empty(N, dtype=F16)})
     for _ in range(2):
@@ -129,15 +112,6 @@ def test_what_an_output_was_given_in_once_is_not_what_others_get(op):
     found = op(A, B, BIAS, 0.5, out={"pre": torch.empty(N, M, dtype=BF16).t()})
     assert found.pre.stride() == (1, M)
     assert op(A, B, BIAS, 0.5).pre.stride() == (N, 1)
-
-
-def test_a_refusal_is_counted_and_then_there_are_two_kernels(op):
-    op(A, B, BIAS, 0.5)
-    other = BIAS.to(BF16)
-    for _ in range(2):
-        op(A, B, other, 0.5)
-        op(A, B, BIAS, 0.5)
-    assert (op.served_warm, op.refused_warm) == (3, 1)
 
 
 def shifted(x):
@@ -163,24 +137,6 @@ def test_aligned_and_misaligned_operands_of_one_shape_have_kernels_of_their_own(
     assert served == 2 * [misaligned, aligned, aligned, misaligned]
 
 
-def test_what_is_refused_first_costs_no_allocation(op, device, monkeypatch):
-    other = shifted(A)
-    for a in (A, other):
-        op(a, B, BIAS, 0.5)
-    made = counted(monkeypatch)
-    before = op.served_warm
-    op(other, B, BIAS, 0.5)
-    assert op.served_warm == before + 1
-    assert len(made) == len(SHAPES)
-
-
-def test_a_shape_that_no_contiguous_matrix_has_aligned_needs_no_look(device):
-    op, a, b = ops.Op("gemm", builtin.identity), matrix(M, 129), matrix(N, 129).t()
-    op(a, b)
-    (weight,) = op._plans.values()
-    assert not weight.plans[a.shape].way.misaligned
-
-
 WRONG = {
     "an unknown name": ({"e": empty("d")}, None, ValueError, "out names e: the outputs are d, pre, top"),
     "D's dtype": ({"d": empty("d")}, F32, TypeError, "out is torch.bfloat16, and out_dtype asks for torch.float32"),
@@ -196,19 +152,6 @@ def test_what_is_wrong_is_said_after_warm_calls_as_before(op, out, out_dtype, ki
         op(A, B, BIAS, 0.5, out=given(form), out_dtype=out_dtype if form != "d" else None)
     with pytest.raises(kind, match=message):
         op(A, B, BIAS, 0.5, out=out, out_dtype=out_dtype)
-
-
-@pytest.mark.parametrize("name", ["a", "b", "bias", "d", "pre"])
-def test_a_sparse_tensor_is_refused_warm_as_before(op, name):
-    given = {"a": A, "b": B, "bias": BIAS, "alpha": 0.5}
-    outputs = {"d": empty("d"), "pre": empty("pre")}
-    op(**given, out=outputs)
-    launch = co.prepare_launch(op, **given, out=outputs)
-    of = outputs if name in outputs else given
-    of[name] = of[name].to_sparse()
-    for called in (op, launch):
-        with pytest.raises(TypeError, match=r"has layout torch\.sparse_coo: call .*to_dense\(\) first"):
-            called(**given, out=outputs)
 
 
 @co.epilogue
@@ -232,17 +175,6 @@ def test_a_column_of_another_shape_is_refused_warm_as_before(device, monkeypatch
     with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor"):
         op(A, B, 1.0)
     assert op.served_warm == served
-
-
-def test_what_else_goes_wrong_in_a_launch_is_the_callers_to_know(op, monkeypatch):
-    op(A, B, BIAS, 0.5)
-
-    def fails(*_):
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(plan, "new_tensor", fails)
-    with pytest.raises(RuntimeError, match="an illegal memory access"):
-        op(A, B, BIAS, 0.5)
 
 
 @pytest.mark.parametrize("alpha", [1e39, -1e39, 10**39])
@@ -281,20 +213,32 @@ def test_each_device_has_plans_of_its_own(op, monkeypatch):
     assert len(op._plans) == 2
 
 
-def test_a_compiled_function_gives_every_output_and_stays_warm(device):
-    torch._dynamo.reset()
-    # A program finds an op by its name and epilogue: the first of them that lives.
-    op = ops.Op("several_compiled", several)
-    out = {name: empty(name) for name in SHAPES}
+@co.epilogue
+def with_sums(acc):
+    """One output of each kind of shape."""
+    return {"d": acc, "rows": co.e.sum(acc, dim=1), "columns": co.e.sum(acc, dim=0)}
 
-    def call(a):
-        op(a, B, BIAS, 0.5, out=out)
-        return a + 1
 
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize("missing", [None, "_on_cuda", "_current_device"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_only_the_current_device_has_the_quick_function(current, missing, monkeypatch):
+    monkeypatch.setattr(plan, "_on_cuda", lambda *given: ("at once", *given))
+    monkeypatch.setattr(plan, "_current_device", lambda: current)
+    if missing:
+        monkeypatch.setattr(plan, missing, None)
+    usual = SimpleNamespace(is_cuda=True, get_device=lambda: 0, new_empty_strided=lambda *_, dtype: ("usual", dtype))
+    assert plan.new_tensor(usual, (2, 3), (3, 1), BF16)[0] == ("usual" if current or missing else "at once")
+
+
+def test_workspace_is_new_at_each_call(device):
+    """A kept one would be the memory of a captured graph as well: cutlass_ops/run/README.md."""
+    device.workspace = 1000
+    op = ops.Op("with_sums", with_sums)
     for _ in range(3):
-        compiled(A)
-    assert op.served_warm == 2
+        op(A, B)
+    spaces = [launch.workspace for launch in device.launches]
+    assert all((x.shape, x.stride(), x.dtype) == ((1000,), (1,), torch.uint8) for x in spaces)
+    assert len({x.data_ptr() for x in spaces}) == 3
 
 
 # ---- One exact kernel ----------------------------------------------------------------------------------------------
@@ -304,20 +248,6 @@ def spec(pre="bf16.row", d="bf16.row"):
     config = co.Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32))
     types = {"a": "bf16.row", "b": "bf16.col", "d": d, "inputs": {"bias": "f32"}, "outputs": {"pre": pre}}
     return co.KernelSpec(**types, epilogue=several, config=config)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_exact_kernel_has_warm_calls(device, form, monkeypatch):
-    kernel = co.build(spec())
-    kernel(A, B, BIAS, 0.5, out=given(form))
-    monkeypatch.setattr(ops, "check_call", None)
-    out = given(form)
-    found = kernel(A, B, alpha=0.5, bias=BIAS, out=out)
-    assert (kernel.served_warm, kernel.refused_warm, len(device.launches)) == (1, 0, 2)
-    for name, x in wanted().items():
-        torch.testing.assert_close(getattr(found, name).double(), x, rtol=1e-2, atol=1e-2)
-    for name, x in (out or {}).items() if not isinstance(out, torch.Tensor) else ():
-        assert getattr(found, name) is x
 
 
 @pytest.mark.usefixtures("device")
@@ -333,27 +263,13 @@ def test_an_exact_kernels_outputs_have_its_own_majors_and_dtypes(batch):
     assert (warm.d.dtype, warm.pre.dtype) == (F16, F32)
 
 
-@pytest.mark.usefixtures("device")
-def test_an_exact_kernel_still_says_what_is_wrong():
-    kernel = co.build(spec())
-    for _ in range(2):
-        kernel(A, B, BIAS, 0.5)
-    with pytest.raises(TypeError, match="out_dtype is unknown"):
-        kernel(A, B, BIAS, 0.5, out_dtype=F32)
-    with pytest.raises(TypeError, match=r"bias must have dtype f32; it is torch\.bfloat16"):
-        kernel(A, B, BIAS.to(BF16), 0.5)
-    assert (kernel.served_warm, kernel.refused_warm) == (1, 1)
-    with pytest.raises(ValueError, match="alpha is beyond"):
-        kernel(A, B, BIAS, 10**400)
-
-
 # ---- What would serve a call ---------------------------------------------------------------------------------------
 
 
-def test_to_plan_a_call_compiles_and_queues_nothing(op, device):
+def test_to_plan_a_call_asks_for_nothing(op, device):
     device.closed = True
     choice = op.plan(A, B, BIAS, alpha=0.5)
-    assert (device.queued, device.loaded, device.launches) == ([], {}, [])
+    assert (device.needed, device.guessed, device.loaded, device.launches) == ([], [], {}, [])
     device.closed = False
     op(A, B, BIAS, 0.5)
     (launch,) = device.launches
@@ -376,44 +292,3 @@ def test_two_gemms_are_warm_too(monkeypatch):
         # A given output's dtype is that of one that is not asked for otherwise: of a key of its own.
         assert op.served_warm == before + 2
         assert len(device.launches) == 8
-
-
-@pytest.mark.usefixtures("session")
-def test_each_of_two_gemms_is_warm_the_second_time(monkeypatch):
-    with fake_device(monkeypatch, A100):
-        op, up = gated.swiglu_op(None), matrix(N, K).t()
-        parts = [part for part, _ in op.instead_of(op.checked(A, B, (up,), {}, None, None))]
-        op(A, B, up)
-        before = [part.served_warm for part in parts]
-        op(A, B, up)
-        assert [part.served_warm - served for part, served in zip(parts, before, strict=True)] == [1, 1]
-
-
-@pytest.mark.usefixtures("device")
-def test_functions_are_warm():
-    residual, w = matrix(M, N), co.prepare(B, torch.ones(K))
-    calls = {
-        "rmsnorm_gemm": lambda: (norms.rmsnorm_op(), co.rmsnorm_gemm(A, w, eps=EPS)),
-        "gemm_residual_rms": lambda: (norms.residual_rms_op(BF16), co.gemm_residual_rms(A, B, residual, eps=EPS)),
-        "layernorm_gemm": lambda: (norms.layernorm_op(), co.layernorm_gemm(A, B, eps=EPS)),
-    }
-    for name, run in calls.items():
-        op = run()[0]
-        before = op.served_warm
-        run()
-        assert op.served_warm == before + 1, name
-
-
-def test_copied_operands_are_counted_cold_and_warm(device):
-    config = co.Sm90Config(ThreadblockShape(128, 128, 32), realign=True)
-    types = {"a": "tf32.col", "b": "tf32.row", "d": "f32.row"}
-    kernel = co.build(co.KernelSpec(**types, epilogue=builtin.identity, config=config))
-    x, w = torch.randn(K, M).t(), torch.randn(K, N)
-    for calls in range(1, 4):
-        torch.testing.assert_close(kernel(x, w), x @ w, rtol=1e-2, atol=5e-2)
-        assert (kernel.copied_operands, kernel.served_warm, len(device.launches)) == (2 * calls, calls - 1, calls)
-    op = co.gemm_bias.in_math("tf32")
-    before = op.copied_operands
-    for calls in range(1, 4):
-        op(x.contiguous(), w.t().contiguous().t(), BIAS)
-        assert (op.copied_operands, len(device.launches)) == (before, 3 + calls)

@@ -23,7 +23,7 @@ def config(number):
 def masked(number):
     x, w = torch.ones(2, 4, 64).bfloat16(), torch.ones(2, 8, 64).bfloat16().mT
     counts = torch.tensor([4, 4], dtype=torch.int32)
-    return co.grouped_gemm_masked(x, w, counts, expected_rows=number(3)).tolist()
+    return co.gemm(x, w, groups=co.Groups(counts=counts, expected=number(3))).tolist()
 
 
 MADE = {
@@ -31,8 +31,8 @@ MADE = {
     "a problem": lambda number: Problem.of((number(16), 48, 64)),
     "an order": lambda number: co.TileOrder(swizzle=number(2)),
     "an operand": lambda number: Operand(bf16, "row", number(8)),
-    "a history": lambda number: co.Fp8State(history=number(4)).history.tolist(),
-    "a block": lambda number: co.quantize(X, "e4m3", block=number(128)).d_scale.tolist(),
+    "a history": lambda number: co.nn.Fp8State(history=number(4)).history.tolist(),
+    "a block": lambda number: co.Scaled.quantize(X, "e4m3", block=number(128)).scale.tolist(),
     "expected rows": masked,
     "constants of Triton": lambda number: co.contract(
         "f16", "f16", m=64, n=64, k=64, arch="sm_90", block_m=number(64), block_n=64, block_k=64, num_warps=number(4)
@@ -71,7 +71,7 @@ def test_others_are_refused_as_before(wrong):
         lambda: co.ThreadblockShape(wrong, 128, 64),
         lambda: co.Sm90Config(TILE, stages=wrong),
         lambda: co.TileOrder(swizzle=wrong),
-        lambda: co.Fp8State(history=wrong),
+        lambda: co.nn.Fp8State(history=wrong),
         lambda: Problem.of((wrong, 48, 64)),
     ):
         with pytest.raises(ValueError, match=r"must be|takes positive integers|is not a problem|history is"):

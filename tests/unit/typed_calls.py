@@ -6,7 +6,7 @@ import cutlass_ops as co
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.operand.call import call_at, signature_of
 
 L40S = Device((8, 9), 142, "NVIDIA L40S")
 MAJORS = [("row", "row"), ("col", "row"), ("col", "col"), ("row", "col")]

@@ -1,95 +1,24 @@
+# ruff: noqa: F403, F405
 """The functions of the epilogue language, for use inside an ``@epilogue`` function: a module for each subject.
 
 Arguments are traced values or Python numbers, results are traced values. Formulas and PyTorch equivalents stand in
-:data:`cutlass_ops.epilogue.operations.OPS` and docs/epilogues.md; NaN and infinities behave as in PyTorch.
+:data:`cutlass_ops.epilogue.operations.OPS` and docs/epilogues.md; NaN and infinities behave as in PyTorch. Every
+function raises EpilogueError outside of an epilogue function, or for another argument. A reduction raises it for
+another ``dim`` than 0 and 1 (or -2 and -1).
 """
 
 from __future__ import annotations
 
-from cutlass_ops.epilogue.functions.activations import (
-    elu,
-    gelu,
-    hardswish,
-    leaky_relu,
-    mish,
-    relu,
-    sigmoid,
-    silu,
-    softplus,
-)
-from cutlass_ops.epilogue.functions.arithmetic import (
-    abs,
-    add,
-    clamp,
-    div,
-    maximum,
-    minimum,
-    mul,
-    neg,
-    pow,
-    reciprocal,
-    rsqrt,
-    sign,
-    sqrt,
-    square,
-    sub,
-)
-from cutlass_ops.epilogue.functions.conditions import (
-    eq,
-    ge,
-    gt,
-    isnan,
-    le,
-    logical_and,
-    logical_not,
-    logical_or,
-    lt,
-    ne,
-    to_float,
-    where,
-)
-from cutlass_ops.epilogue.functions.gathered import (
-    mean_of_a,
-    mean_square_of_a,
-)
-from cutlass_ops.epilogue.functions.places import (
-    column_index,
-    dropout_mask,
-    row_index,
-    uniform,
-)
-from cutlass_ops.epilogue.functions.reductions import (
-    amax,
-    argmax,
-    argmin,
-    logsumexp,
-    max,
-    min,
-    sum,
-    sum_square,
-)
-from cutlass_ops.epilogue.functions.rounding import (
-    cast,
-    ceil,
-    floor,
-    quantize,
-    round,
-    swap_pairs,
-    trunc,
-)
-from cutlass_ops.epilogue.functions.transcendental import (
-    cos,
-    erf,
-    exp,
-    exp2,
-    expm1,
-    log,
-    log1p,
-    log2,
-    ndtr,
-    sin,
-    tanh,
-)
+import inspect
+
+from cutlass_ops.epilogue.functions.activations import *
+from cutlass_ops.epilogue.functions.arithmetic import *
+from cutlass_ops.epilogue.functions.conditions import *
+from cutlass_ops.epilogue.functions.gathered import *
+from cutlass_ops.epilogue.functions.places import *
+from cutlass_ops.epilogue.functions.reductions import *
+from cutlass_ops.epilogue.functions.rounding import *
+from cutlass_ops.epilogue.functions.transcendental import *
 
 __all__ = [
     "abs",
@@ -161,3 +90,16 @@ __all__ = [
     "uniform",
     "where",
 ]
+
+_RAISES = """Raises
+------
+EpilogueError
+    Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+"""
+
+# What most functions raise is written once, and stands in the help of each.
+for _function in map(globals().__getitem__, __all__):
+    if _function.__doc__ and "Raises\n" not in _function.__doc__:
+        _before, _examples, _after = inspect.cleandoc(_function.__doc__).partition("Examples\n")
+        _function.__doc__ = f"{_before}{_RAISES}{_examples}{_after}"

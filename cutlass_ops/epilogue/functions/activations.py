@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from cutlass_ops.epilogue.functions.conditions import where
 from cutlass_ops.epilogue.functions.transcendental import exp, log1p
-from cutlass_ops.epilogue.values import Value, apply, apply_float, error
+from cutlass_ops.epilogue.values import Value, apply, apply_float, error, shown
 
 
 def sigmoid(x: Value | float) -> Value:
     """Return 1 / (1 + e⁻ˣ).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -26,11 +21,6 @@ def sigmoid(x: Value | float) -> Value:
 
 def relu(x: Value | float) -> Value:
     """Return 0 where x < 0, else x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -46,11 +36,6 @@ def relu(x: Value | float) -> Value:
 
 def leaky_relu(x: Value | float, negative_slope: Value | float = 0.01) -> Value:
     """Return x where x > 0, else x · negative_slope.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -74,7 +59,7 @@ def gelu(x: Value | float, approximate: str = "none") -> Value:
     Raises
     ------
     EpilogueError
-        If ``approximate`` is anything else; as for :func:`relu` otherwise.
+        If ``approximate`` is anything else.
 
     Examples
     --------
@@ -83,18 +68,13 @@ def gelu(x: Value | float, approximate: str = "none") -> Value:
     ...     return co.e.gelu(acc + bias, approximate="tanh")
     """
     ops = {"none": "gelu", "tanh": "gelu_tanh"}
-    if approximate not in ops:
-        raise error("gelu", f"approximate is {approximate!r}: use 'none' or 'tanh'")
+    if not isinstance(approximate, str) or approximate not in ops:
+        raise error("gelu", f"approximate is {shown(approximate)}: use 'none' or 'tanh'")
     return apply(ops[approximate], x)
 
 
 def silu(x: Value | float) -> Value:
     """Return x / (1 + e⁻ˣ).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -108,11 +88,6 @@ def silu(x: Value | float) -> Value:
 def hardswish(x: Value | float) -> Value:
     """Return x · min(max(x + 3, 0), 6) / 6.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -124,11 +99,6 @@ def hardswish(x: Value | float) -> Value:
 
 def mish(x: Value | float) -> Value:
     """Return x · tanh(ln(1 + eˣ)).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -142,11 +112,6 @@ def mish(x: Value | float) -> Value:
 def softplus(x: Value | float, beta: float = 1.0, threshold: float = 20.0) -> Value:
     """Return ln(1 + eˣᵇ) / b, where b is beta; x itself where x · b is above the threshold.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -156,6 +121,8 @@ def softplus(x: Value | float, beta: float = 1.0, threshold: float = 20.0) -> Va
     number = apply_float(x)
     if isinstance(beta, Value) or isinstance(threshold, Value):
         raise error("softplus", "co.softplus takes Python numbers for beta and threshold: use co.softplus(x * b) / b")
+    for each in (beta, threshold):
+        apply_float(each)  # what is no number at all is an error
     if (beta, threshold) == (1.0, 20.0):
         return apply("softplus", number)
     scaled = number * beta
@@ -164,11 +131,6 @@ def softplus(x: Value | float, beta: float = 1.0, threshold: float = 20.0) -> Va
 
 def elu(x: Value | float, alpha: Value | float = 1.0) -> Value:
     """Return x where x > 0, else alpha · (eˣ − 1).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------

@@ -8,11 +8,6 @@ from cutlass_ops.epilogue.values import Value, apply, apply_power, error
 def add(x: Value | float, y: Value | float) -> Value:
     """Return x + y.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -24,11 +19,6 @@ def add(x: Value | float, y: Value | float) -> Value:
 
 def sub(x: Value | float, y: Value | float) -> Value:
     """Return x − y.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -42,11 +32,6 @@ def sub(x: Value | float, y: Value | float) -> Value:
 def mul(x: Value | float, y: Value | float) -> Value:
     """Return x · y.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -58,11 +43,6 @@ def mul(x: Value | float, y: Value | float) -> Value:
 
 def div(x: Value | float, y: Value | float) -> Value:
     """Return x / y.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -76,11 +56,6 @@ def div(x: Value | float, y: Value | float) -> Value:
 def neg(x: Value | float) -> Value:
     """Return −x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -93,11 +68,6 @@ def neg(x: Value | float) -> Value:
 def minimum(x: Value | float, y: Value | float) -> Value:
     """Return the lesser of x and y, NaN if either is NaN.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -109,11 +79,6 @@ def minimum(x: Value | float, y: Value | float) -> Value:
 
 def maximum(x: Value | float, y: Value | float) -> Value:
     """Return the greater of x and y, NaN if either is NaN.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -130,7 +95,7 @@ def clamp(x: Value | float, min: Value | float | None = None, max: Value | float
     Raises
     ------
     EpilogueError
-        If both bounds are None; as for :func:`maximum` otherwise.
+        If both bounds are None.
 
     Examples
     --------
@@ -150,11 +115,6 @@ def clamp(x: Value | float, min: Value | float | None = None, max: Value | float
 def abs(x: Value | float) -> Value:
     """Return the absolute value of x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -166,11 +126,6 @@ def abs(x: Value | float) -> Value:
 
 def square(x: Value | float) -> Value:
     """Return x · x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -184,11 +139,6 @@ def square(x: Value | float) -> Value:
 def sqrt(x: Value | float) -> Value:
     """Return √x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -200,11 +150,6 @@ def sqrt(x: Value | float) -> Value:
 
 def rsqrt(x: Value | float) -> Value:
     """Return 1 / √x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -218,11 +163,6 @@ def rsqrt(x: Value | float) -> Value:
 def sign(x: Value | float) -> Value:
     """Return 1 if x > 0, −1 if x < 0, else 0, also for NaN, as in PyTorch.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -234,11 +174,6 @@ def sign(x: Value | float) -> Value:
 
 def reciprocal(x: Value | float) -> Value:
     """Return 1 / x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -254,11 +189,6 @@ def pow(x: Value | float, y: Value | float) -> Value:
 
     If y is one of the Python numbers 2, 3, 0.5, −0.5, −1 and −2, it is computed by products, a root or a reciprocal, as
     in PyTorch.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------

@@ -8,11 +8,6 @@ from cutlass_ops.epilogue.values import Value, apply, apply_float
 def lt(x: Value | float, y: Value | float) -> Value:
     """Return whether x is less than y: false if either is NaN. Written x < y as well.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -24,11 +19,6 @@ def lt(x: Value | float, y: Value | float) -> Value:
 
 def le(x: Value | float, y: Value | float) -> Value:
     """Return whether x is y or less: false if either is NaN. Written x <= y as well.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -42,11 +32,6 @@ def le(x: Value | float, y: Value | float) -> Value:
 def gt(x: Value | float, y: Value | float) -> Value:
     """Return whether x is greater than y: false if either is NaN. Written x > y as well.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -58,11 +43,6 @@ def gt(x: Value | float, y: Value | float) -> Value:
 
 def ge(x: Value | float, y: Value | float) -> Value:
     """Return whether x is y or greater: false if either is NaN. Written x >= y as well.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -76,11 +56,6 @@ def ge(x: Value | float, y: Value | float) -> Value:
 def eq(x: Value | float, y: Value | float) -> Value:
     """Return whether x equals y: false if either is NaN, and true for 0 and −0. Written x == y as well.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -92,11 +67,6 @@ def eq(x: Value | float, y: Value | float) -> Value:
 
 def ne(x: Value | float, y: Value | float) -> Value:
     """Return whether x does not equal y: true if either is NaN. Written x != y as well.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -113,7 +83,7 @@ def logical_and(x: Value, y: Value) -> Value:
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, or if an argument is no truth value, as a comparison gives.
+        If an argument is no truth value, as a comparison gives.
 
     Examples
     --------
@@ -130,7 +100,7 @@ def logical_or(x: Value, y: Value) -> Value:
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, or if an argument is no truth value, as a comparison gives.
+        If an argument is no truth value, as a comparison gives.
 
     Examples
     --------
@@ -147,7 +117,7 @@ def logical_not(x: Value) -> Value:
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, or if an argument is no truth value, as a comparison gives.
+        If an argument is no truth value, as a comparison gives.
 
     Examples
     --------
@@ -164,8 +134,7 @@ def where(condition: Value, x: Value | float, y: Value | float) -> Value:
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, if the condition is not a truth value, such as a comparison's result, or if
-        another argument is neither a traced value nor a number.
+        If the condition is not a truth value, such as a comparison's result.
 
     Examples
     --------
@@ -182,11 +151,6 @@ def where(condition: Value, x: Value | float, y: Value | float) -> Value:
 def isnan(x: Value | float) -> Value:
     """Return whether x is NaN.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -200,11 +164,6 @@ def to_float(x: Value | float) -> Value:
     """Return a truth value as 1 or 0, and an index as a number rounded to FP32. A number is returned unchanged.
 
     Arithmetic and outputs convert in this way by themselves.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------

@@ -8,11 +8,6 @@ from cutlass_ops.epilogue.values import Value, apply
 def mean_of_a() -> Value:
     """Return the mean of A's row over K: one FP32 value for each row of D, which the kernel computes.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function.
-
     Examples
     --------
     >>> @co.epilogue
@@ -27,11 +22,6 @@ def mean_of_a() -> Value:
 
 def mean_square_of_a() -> Value:
     """Return the mean square of A's row over K: one FP32 value for each row of D, which the kernel computes.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function.
 
     Examples
     --------

@@ -11,11 +11,6 @@ def row_index() -> Value:
     If leading dimensions of A are folded into its rows, the folded rows are counted. ``+``, ``-``, ``*`` and
     comparisons of indices, with each other and with Python ints, are exact. Other operations convert an index to FP32.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function.
-
     Examples
     --------
     >>> @co.epilogue
@@ -30,11 +25,6 @@ def row_index() -> Value:
 
 def column_index() -> Value:
     """Return the column of D, counted from 0, as a 32-bit integer; see :func:`row_index`.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function.
 
     Examples
     --------
@@ -53,13 +43,13 @@ def uniform(seed: Value | int, offset: Value | int = 0) -> Value:
 
     It depends only on the seed, the offset and the position: it is a word of Philox 4x32-10. The key is the seed. The
     counter is the column and the row, each without bit 3, and the low and the high half of the offset. Bit 3 of the row
-    and of the column select the word. :func:`cutlass_ops.run.reference.uniform` gives the same bits.
+    and of the column select the word. :func:`cutlass_ops.operand.reference.uniform` gives the same bits.
 
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, or if the seed or the offset is neither a parameter annotated
-        :class:`cutlass_ops.Integer` nor a Python int of 64 bits.
+        If the seed or the offset is neither a parameter annotated :class:`cutlass_ops.Integer` nor a Python int of 64
+        bits.
 
     Examples
     --------
@@ -81,8 +71,8 @@ def dropout_mask(p: Value | float, seed: Value | int, offset: Value | int = 0) -
     Raises
     ------
     EpilogueError
-        Outside of an epilogue function, or if the seed or the offset is neither a parameter annotated
-        :class:`cutlass_ops.Integer` nor a Python int of 64 bits.
+        If the seed or the offset is neither a parameter annotated :class:`cutlass_ops.Integer` nor a Python int of 64
+        bits.
 
     Examples
     --------

@@ -8,11 +8,6 @@ from cutlass_ops.epilogue.values import Reduction, Value, apply, reduce
 def sum(x: Value | float, dim: int) -> Reduction:
     """Return the sum of x over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), shape (N,).
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
-
     Examples
     --------
     >>> @co.epilogue
@@ -29,11 +24,6 @@ def sum(x: Value | float, dim: int) -> Reduction:
 def sum_square(x: Value | float, dim: int) -> Reduction:
     """Return the sum of x · x over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
-
     Examples
     --------
     >>> @co.epilogue
@@ -49,11 +39,6 @@ def sum_square(x: Value | float, dim: int) -> Reduction:
 
 def max(x: Value | float, dim: int) -> Reduction:
     """Return the maximum of x over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
 
     Examples
     --------
@@ -73,11 +58,6 @@ def amax(x: Value | float, dim: int) -> Reduction:
 
     It is ``max(abs(x), dim)``. With delayed scaling of FP8, the scale of the next call is computed from it.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
-
     Examples
     --------
     >>> @co.epilogue
@@ -93,11 +73,6 @@ def amax(x: Value | float, dim: int) -> Reduction:
 
 def min(x: Value | float, dim: int) -> Reduction:
     """Return the minimum of x over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
 
     Examples
     --------
@@ -118,11 +93,6 @@ def argmax(x: Value | float, dim: int) -> Reduction:
     Of equal elements, the first counts. If there is a NaN, it is the index of the first one. Over no elements it is −1.
     The dtype is INT32; PyTorch's is INT64.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
-
     Examples
     --------
     >>> @co.epilogue
@@ -141,11 +111,6 @@ def argmin(x: Value | float, dim: int) -> Reduction:
     Of equal elements, the first counts. If there is a NaN, it is the index of the first one. Over no elements it is −1.
     The dtype is INT32; PyTorch's is INT64.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
-
     Examples
     --------
     >>> @co.epilogue
@@ -162,11 +127,6 @@ def logsumexp(x: Value | float, dim: int) -> Reduction:
     """Return ln Σ eˣ over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
 
     Nothing overflows, since the maximum is kept beside the sum. A cross-entropy needs this of its logits.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
 
     Examples
     --------

@@ -10,11 +10,6 @@ from cutlass_ops.epilogue.values import Quantized, Value, apply, apply_cast
 def floor(x: Value | float) -> Value:
     """Return the largest integer that is not above x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -27,11 +22,6 @@ def floor(x: Value | float) -> Value:
 def ceil(x: Value | float) -> Value:
     """Return the smallest integer that is not below x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -43,11 +33,6 @@ def ceil(x: Value | float) -> Value:
 
 def round(x: Value | float) -> Value:
     """Return the nearest integer, ties to even.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -63,11 +48,6 @@ def round(x: Value | float) -> Value:
 
 def trunc(x: Value | float) -> Value:
     """Return x rounded toward 0 to an integer.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -87,7 +67,7 @@ def cast(x: Value | float, dtype: str | DType) -> Value:
     Raises
     ------
     EpilogueError
-        If there is no such dtype; as for :func:`relu` otherwise.
+        If there is no such dtype.
 
     Examples
     --------
@@ -108,12 +88,12 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
     """Return x quantised to FP8, as D, with one scale for every 128 columns of each row as a second output.
 
     The outputs are ``"d"``, (M, N), and ``"d_scale"``, (M, ceil(N / 128)) in FP32, M-major with lines padded to 16
-    bytes: :func:`cutlass_ops.scaled_gemm` takes them as `a` and `scale_a`. Let m be the largest absolute value of a
-    block, and at least 2⁻¹¹⁰. For ``"e4m3"``, the scale is m / 448 and D is x · (448 / m); for ``"e5m2"`` with 57344 in
-    place of 448. D is rounded as by :func:`cast`. A NaN makes the scale of its block NaN, and an infinity makes it
+    bytes: a :class:`cutlass_ops.Scaled` of both is an operand of the next GEMM. Let m be the largest absolute value of
+    a block, and at least 2⁻¹¹⁰. For ``"e4m3"``, the scale is m / 448 and D is x · (448 / m); for ``"e5m2"`` with 57344
+    in place of 448. D is rounded as by :func:`cast`. A NaN makes the scale of its block NaN, and an infinity makes it
     infinite. N must be a multiple of 16. It needs Hopper.
 
-    :func:`cutlass_ops.quantize` does the same to a tensor.
+    ``cutlass_ops.Scaled.quantize`` does the same to a tensor.
 
     Parameters
     ----------
@@ -132,7 +112,7 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
     Raises
     ------
     EpilogueError
-        If the type or the block is not supported, or as for :func:`relu`.
+        If the type or the block is not supported.
 
     Examples
     --------
@@ -147,7 +127,7 @@ def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantize
     The next GEMM takes both:
 
     >>> down, scale = torch.randn(16, 384).to(torch.float8_e4m3fn), torch.rand(1, 3)
-    >>> co.scaled_gemm(h.d, down.t(), h.d_scale, scale).shape
+    >>> co.gemm(co.Scaled(*h), co.Scaled(down.t(), scale)).shape
     torch.Size([4, 16])
     """
     return values.quantize(x, dtype, block)
@@ -158,11 +138,6 @@ def swap_pairs(x: Value | float) -> Value:
 
     It makes a rotary embedding of neighbouring columns an epilogue: ``x * cos(angle) + swap_pairs(x) * sin(angle)``,
     with negative angles in even columns.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------

@@ -8,11 +8,6 @@ from cutlass_ops.epilogue.values import Value, apply
 def exp(x: Value | float) -> Value:
     """Return eˣ.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -24,11 +19,6 @@ def exp(x: Value | float) -> Value:
 
 def sin(x: Value | float) -> Value:
     """Return the sine of x, in radians: within 1e-6 of it for the FP32 value x, of at most 2¹⁸ turns.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -42,11 +32,6 @@ def sin(x: Value | float) -> Value:
 def cos(x: Value | float) -> Value:
     """Return the cosine of x, in radians: within 1e-6 of it for the FP32 value x, of at most 2¹⁸ turns.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -58,11 +43,6 @@ def cos(x: Value | float) -> Value:
 
 def tanh(x: Value | float) -> Value:
     """Return the hyperbolic tangent of x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -76,11 +56,6 @@ def tanh(x: Value | float) -> Value:
 def exp2(x: Value | float) -> Value:
     """Return 2 to the power of x.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -92,11 +67,6 @@ def exp2(x: Value | float) -> Value:
 
 def expm1(x: Value | float) -> Value:
     """Return eˣ − 1, accurate also for small x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -110,11 +80,6 @@ def expm1(x: Value | float) -> Value:
 def log(x: Value | float) -> Value:
     """Return the natural logarithm of x: −∞ at 0, NaN below.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -126,11 +91,6 @@ def log(x: Value | float) -> Value:
 
 def log2(x: Value | float) -> Value:
     """Return the logarithm of x to base 2: −∞ at 0, NaN below.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -144,11 +104,6 @@ def log2(x: Value | float) -> Value:
 def log1p(x: Value | float) -> Value:
     """Return the natural logarithm of 1 + x, accurate also for small x: −∞ at −1, NaN below.
 
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
-
     Examples
     --------
     >>> @co.epilogue
@@ -160,11 +115,6 @@ def log1p(x: Value | float) -> Value:
 
 def erf(x: Value | float) -> Value:
     """Return the error function of x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------
@@ -179,11 +129,6 @@ def ndtr(x: Value | float) -> Value:
     """Return the cumulative distribution function of the normal distribution at x, as ``torch.special.ndtr`` does.
 
     ``x * ndtr(x)`` is GELU. Unlike 0.5 (1 + erf(x / √2)), it has no cancellation at negative x.
-
-    Raises
-    ------
-    EpilogueError
-        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
 
     Examples
     --------

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.kinds.elementwise import element, flag, placed, read, statements
-from cutlass_ops.kinds.lower import Lowered, fields, lower, types
+from cutlass_ops.kinds.elementwise import element, reads, statements
+from cutlass_ops.kinds.gemv.config import GemvConfig
+from cutlass_ops.kinds.lower import Lowered, fields, flag, lower, types
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
@@ -22,6 +21,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, GemvConfig)
     lowered = lower(spec.epilogue)
     gathered = spec.epilogue.gathered
+    sides = 2 if spec.epilogue.swaps_pairs else 1  # a thread computes both columns of a pair where it swaps them
     return types(spec, lowered, "cutlass_ops/places.h") | {
         "rows": config.rows,
         "warps": config.warps,
@@ -29,29 +29,17 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "means": {"mean": flag("mean_of_a" in gathered), "mean_square": flag("mean_square_of_a" in gathered)},
         "takes_means": bool(gathered),
         "weights": ["b", *spec.epilogue.products],
-        "sides": _sides(spec),
-        "reads": [
-            *({"name": place.name, "value": placed(place)} for place in lowered.places),
-            *(
-                {"name": i.name, "value": read(i, operand)}
-                for i, operand in spec.typed_inputs
-                if i.kind is not Kind.PRODUCT and i.name in lowered.leaves
-            ),
-        ],
-        "lines": _lines(spec, lowered),
+        "sides": sides,
+        "reads": reads(spec, lowered),
+        "lines": _lines(spec, lowered, sides),
         "overlaps": flag(arch.target(spec.target).capability >= arch.OVERLAPS),
         "fields": fields(spec, lambda operand, is_output: False),
     }
 
 
-def _sides(spec: KernelSpec) -> int:
-    """Return of how many columns a thread computes the epilogue: both of a pair where it swaps them."""
-    return 2 if spec.epilogue.swaps_pairs else 1
-
-
-def _lines(spec: KernelSpec, lowered: Lowered) -> list[str]:
+def _lines(spec: KernelSpec, lowered: Lowered, sides: int) -> list[str]:
     """Write the statements that compute an element of D and store it, and those of further outputs."""
-    lines = statements(spec.epilogue, lowered, _sides(spec))
+    lines = statements(spec.epilogue, lowered, sides)
     operands = {"d": spec.d} | {o.name: operand for o, operand in spec.typed_outputs}
     for store in lowered.stores:
         name = store.output.name

@@ -6,61 +6,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from cutlass_ops.declare.chips import peaks_of
-from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
-from cutlass_ops.kinds.traits import Traits
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Problems, columns
+from cutlass_ops.kinds.gemv.config import GemvConfig
+from cutlass_ops.kinds.traits import PlainTimer
 
 _INSTRUCTIONS = 4 * 1.6e3  # instructions that one SM issues per microsecond
 _WARPS = 32  # warps resident on one SM, limited by registers
 
 
 class Numbers(NamedTuple):
-    """The fitted parameters.
+    """The fitted parameters."""
 
-    Attributes
-    ----------
-    bandwidth : float
-        Memory bandwidth in bytes per picosecond.
-    start : float
-        Fixed time of a launch in microseconds.
-    per_piece, per_row, per_tile, per_eight : float
-        A warp's instructions per piece of B, and in addition per row of A, or per tile and per eight rows of it.
-    warps, warps_of_tile, pieces, pieces_of_tile : float
-        Warps and pieces of the fastest thread block, as base-2 logarithms.
-    fewer_by_rows : float
-        Decrease of the best log2(pieces) for each doubling of rows, which need registers.
-    by_warps, by_pieces, by_pieces_of_tile : float
-        Relative slowdown per squared log2 distance from the fastest thread block.
-    in_vain : float
-        Relative slowdown per unit of padding along K.
-    latency : float
-        Memory latency in microseconds.
-    """
-
-    bandwidth: float = 3.36
-    start: float = 2.1
+    bandwidth: float = 3.36  # memory bandwidth in bytes per picosecond
+    start: float = 2.1  # fixed time of a launch in microseconds
+    # A warp's instructions per piece of B, and in addition per row of A, or per tile and per eight rows of it
     per_piece: float = 2.08
     per_row: float = 2.68
     per_tile: float = 5.56
     per_eight: float = 3.27
+    # Warps and pieces of the fastest thread block, as base-2 logarithms
     warps: float = 2.5
     warps_of_tile: float = 2.93
     pieces: float = 2.95
     pieces_of_tile: float = 1.34
-    fewer_by_rows: float = 1.95
+    fewer_by_rows: float = 1.95  # decrease of the best log2(pieces) for each doubling of rows, which need registers
+    # Relative slowdown per squared log2 distance from the fastest thread block
     by_warps: float = 0.0209
     by_pieces: float = 0.00563
     by_pieces_of_tile: float = 0.0243
-    in_vain: float = 0.0959
-    latency: float = 0.417
+    in_vain: float = 0.0959  # relative slowdown per unit of padding along K
+    latency: float = 0.417  # memory latency in microseconds
 
 
 # Bytes of an element of A and of B, and of D, in what the numbers were fitted to.
@@ -78,58 +60,44 @@ def numbers_of(device: Device) -> Numbers:
 
 
 def predict(
-    config: GemvConfig, problem: Problem, multiprocessors: int, widths: tuple[int, int] = _16_BITS, of: Numbers = H100
+    config: GemvConfig,
+    problem: Problem,
+    multiprocessors: int,
+    widths: tuple[float, float] = _16_BITS,
+    of: Numbers = H100,
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
     return times(Blocks.of([config]), [problem], multiprocessors, widths, of).item()
 
 
 class Blocks(NamedTuple):
-    """The thread blocks of some configurations, as arrays of shape (1, configurations).
+    """The thread blocks of some configurations, as arrays of shape (1, configurations)."""
 
-    Attributes
-    ----------
-    rows, warps, pieces, columns, depth : array
-        Rows of A, warps, pieces of B that a lane reads at a time, and the extents of B's part.
-    by_tile : array
-        1 if Tensor Cores compute, else 0.
-    """
-
+    # Rows of A, warps, pieces of B that a lane reads at a time, and the extents of B's part
     rows: Floats
     warps: Floats
     pieces: Floats
     columns: Floats
     depth: Floats
-    by_tile: Floats
+    by_tile: Floats  # 1 if Tensor Cores compute, else 0
 
     @classmethod
     def of(cls, configs: Sequence[GemvConfig]) -> Blocks:
         """Return those of some configurations."""
         each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k, c.by_tile) for c in configs]
-        return cls(*np.moveaxis(np.array(each, np.float64).reshape(1, -1, len(cls._fields)), 2, 0))
+        return cls(*columns(each, len(cls._fields)))
 
 
 def times(
     blocks_of: Blocks,
     problems: Problems,
     multiprocessors: int,
-    widths: tuple[int, int] = _16_BITS,
+    widths: tuple[float, float] = _16_BITS,
     of: Numbers = H100,
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
 
-    Parameters
-    ----------
-    blocks_of : Blocks
-        Thread blocks of legal configurations.
-    problems : sequence of Problem or Extents
-        Each extent at least 1.
-    multiprocessors : int
-        Number of SMs.
-    widths : tuple of int
-        Bytes of an element of A and of B, and of D.
-    of : Numbers
-        The chip's parameters.
+    Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A and B, and of D.
     """
     m, n, k, gemms = Extents.of(problems)
     rows, warps, pieces, columns, depth, tensor_cores = blocks_of
@@ -157,28 +125,13 @@ def times(
     return np.asarray((of.start + memory + compute) * (1 + unlike + of.in_vain * padding))
 
 
-@dataclass(frozen=True, eq=False)
-class GemvTimer:
+class GemvTimer(PlainTimer):
     """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    blocks: Blocks
-    traits: Traits
-
-    @classmethod
-    def of(cls, configs: Sequence[GemvConfig], traits: Traits) -> GemvTimer:
-        """Return the model of some configurations."""
-        return cls(Blocks.of(configs), traits)
-
-    def take(self, places: Places) -> GemvTimer:
-        """Return the model of some of these configurations, each as often as it is named."""
-        return replace(self, blocks=Blocks(*(x[:, places] for x in self.blocks)))
+    made_by = Blocks
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
         widths = self.traits.element_bytes, self.traits.d_bytes
         found = times(self.blocks, problems, device.multiprocessors, widths, numbers_of(device))
         return found, np.zeros_like(found, np.bool_)
-
-    def besides(self, problems: Problems, _: Device) -> Floats:
-        """Return zeros: these kernels do no separate work besides the GEMM."""
-        return np.zeros(np.broadcast_shapes(Extents.of(problems).m.shape, self.blocks.rows.shape))

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import PointwiseConfig
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
-from cutlass_ops.kinds.elementwise import flag, placed, statements
-from cutlass_ops.kinds.lower import REDUCERS, fields, lower, types
-from cutlass_ops.kinds.pointwise import footprint
+from cutlass_ops.kinds.elementwise import reads, statements
+from cutlass_ops.kinds.lower import REDUCERS, fields, flag, lower, types
+from cutlass_ops.kinds.pointwise.config import PointwiseConfig
+from cutlass_ops.kinds.pointwise.kind import state_bytes
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
@@ -29,15 +29,12 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     reductions = [o for o in spec.epilogue.outputs if o.reduction is not None]
     return types(spec, lowered, "cutlass_ops/places.h") | {
         "rows": config.rows,
-        "state_bytes": footprint.state_bytes(spec),
+        "state_bytes": state_bytes(spec),
         "tiles": [_piece(i.name, f"Element_{i.name}", operand) for i, operand in used if i.kind is Kind.TILE],
         "rows_of_n": [i.name for i, _ in used if i.kind is Kind.ROW],
         "columns_of_m": [i.name for i, _ in used if i.kind is Kind.COL],
         "scalars": [i.name for i, _ in used if i.kind is Kind.SCALAR],
-        "reads": [
-            *({"name": place.name, "value": placed(place)} for place in lowered.places),
-            *({"name": i.name, "value": _value(i)} for i, _ in used),
-        ],
+        "reads": reads(spec, lowered, _value),
         "sides": sides,
         "lines": statements(spec.epilogue, lowered, sides),
         "stores": [
@@ -57,7 +54,7 @@ def _piece(name: str, element: str, operand: Operand) -> dict[str, str]:
     return {"name": name, "piece": f"cutlass_ops::pointwise::Piece<{arguments}>"}
 
 
-def _value(given: Input) -> str:
+def _value(given: Input, _: Operand) -> str:
     """Spell the value of an input for one of the eight elements."""
     if given.kind is Kind.TILE:
         return f"float(pieces.{given.name}.values[i])"

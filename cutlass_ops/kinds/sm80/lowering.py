@@ -6,30 +6,21 @@ reductions, in ``templates/include/cutlass_ops/sm80_visitors.h``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, f64, i8, i32, tf32, tf32x3
+from cutlass_ops.base.dtypes import f64, i32
 from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED, REDUCTIONS
-from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, Visitor, fields, flag, layout_of, lower, types
 from cutlass_ops.kinds.serving import by_several_fours
-
-
-@dataclass(frozen=True)
-class Node:
-    """One visitor of the epilogue: its name, its C++ type, its launch argument, and whose values it takes."""
-
-    name: str
-    type: str
-    arguments: str
-    edges: tuple[int, ...] = ()
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm80.types import multiplied
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
@@ -43,7 +34,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     lowered = lower(spec.epilogue, mma.compute)
     t, w, i = config.threadblock, config.warp, config.instruction
     return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
-        "operator": _operator(spec.a.dtype),
+        "operator": multiplied(spec.a.dtype).operator,
         "accumulator": mma.accumulator.cpp,
         "compute": compute.cpp,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
@@ -64,8 +55,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
             if o.reduction is not None
         ],
         "gathers": {
-            "mean": str("mean_of_a" in spec.epilogue.gathered).lower(),
-            "mean_square": str("mean_square_of_a" in spec.epilogue.gathered).lower(),
+            "mean": flag("mean_of_a" in spec.epilogue.gathered),
+            "mean_square": flag("mean_square_of_a" in spec.epilogue.gathered),
         }
         if spec.epilogue.gathered
         else None,
@@ -74,19 +65,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
 
 
 def _loaded(operand: Operand) -> Operand:
-    """Return as what CUTLASS knows an operand.
-
-    TF32 is FP32: CUTLASS then rounds what warps read of shared memory, which the instruction would cut. Of FP64 its
-    main loop copies one element at a time.
-    """
-    if operand.dtype is f64:
-        return replace(operand, alignment=1)
-    return replace(operand, dtype=f32) if operand.dtype in (tf32, tf32x3) else operand
-
-
-def _operator(dtype: DType) -> str:
-    """Return CUTLASS's name of what a product of two elements is."""
-    return {i8: "OpMultiplyAddSaturate", tf32x3: "OpMultiplyAddFastF32"}.get(dtype, "OpMultiplyAdd")
+    """Return as what CUTLASS knows an operand."""
+    how = multiplied(operand.dtype)
+    return replace(operand, dtype=how.known_as or operand.dtype, alignment=1 if how.by_element else operand.alignment)
 
 
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
@@ -105,9 +86,9 @@ def _kept(output: Output) -> str:
     return f"Reduce_{output.name}::State" if REDUCTIONS[output.reduce or ""].paired else "float"
 
 
-def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
+def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Visitor]:
     """List the visitors in topological order, D's store last."""
-    nodes: list[Node] = []
+    nodes: list[Visitor] = []
     at: dict[str, int] = {}
     for leaf in lowered.leaves:
         at[leaf] = len(nodes)
@@ -115,30 +96,30 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
     for compute in lowered.computes:
         at[compute.name] = len(nodes)
         if compute.swaps_pairs:
-            nodes.append(Node(f"Swap_{compute.label}", "sm80::SwapPairs", "{}", tuple(at[a] for a in compute.args)))
+            nodes.append(Visitor(f"Swap_{compute.label}", "sm80::SwapPairs", "{}", tuple(at[a] for a in compute.args)))
             continue
         function = f"cutlass_ops::Elementwise<{compute.struct}>::Fn"
         visitor = f"threadblock::VisitorCompute<{function}, ElementCompute, ElementCompute, Round>"
-        nodes.append(Node(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
+        nodes.append(Visitor(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
     d, *others = lowered.stores
     operands = {o.name: operand for o, operand in spec.typed_outputs}
     nodes += [_store(spec, s.output, operands[s.output.name], at[s.compute]) for s in others]
-    nodes.append(Node("Store_d", _tile("AuxStore", "ElementD", spec.d, spec), "o.d", (at[d.compute],)))
+    nodes.append(Visitor("Store_d", _tile("AuxStore", "ElementD", spec.d, spec), "o.d", (at[d.compute],)))
     return nodes
 
 
-def _load(spec: KernelSpec, lowered: Lowered, leaf: str) -> Node:
+def _load(spec: KernelSpec, lowered: Lowered, leaf: str) -> Visitor:
     if leaf == ACC:
-        return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
+        return Visitor("Accumulator", "threadblock::VisitorAccFetch", "{}")
     place = lowered.place(leaf)
     if place is not None:
-        visitor = f"sm80::PlaceInput<ThreadMap, {place.functor}, {str(swapped(spec)).lower()}>"
-        return Node(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
+        visitor = f"sm80::PlaceInput<ThreadMap, {place.functor}, {flag(swapped(spec))}>"
+        return Visitor(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
     if leaf in GATHERED:
         side = "Row" if along_n(spec, Kind.COL) else "Col"
         first = spec.epilogue.gathered.index(leaf)
         pointer = f"o.rows.means + {first} * int64_t(o.problem.m)" if first else "o.rows.means"
-        return Node(f"Load_{leaf}", f"sm80::{side}Broadcast<ThreadMap, float>", pointer)
+        return Visitor(f"Load_{leaf}", f"sm80::{side}Broadcast<ThreadMap, float>", pointer)
     kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
     element = f"Element_{leaf}"
     if kind is Kind.SCALAR:
@@ -149,16 +130,16 @@ def _load(spec: KernelSpec, lowered: Lowered, leaf: str) -> Node:
         visitor = f"sm80::{'Row' if along_n(spec, kind) else 'Col'}Broadcast<ThreadMap, {element}>"
         if spec.form == BATCHED:
             visitor = f"sm80::Batched<{visitor}, {element}, cutlass_ops::BatchedVector<{element}>>"
-    return Node(f"Load_{leaf}", visitor, f"o.{leaf}")
+    return Visitor(f"Load_{leaf}", visitor, f"o.{leaf}")
 
 
-def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> Node:
+def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> Visitor:
     if output.reduce is None:
         visitor = _tile("AuxStore", f"Element_{output.name}", operand, spec)
-        return Node(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
+        return Visitor(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
     side = "Row" if along_n(spec, output.kind) else "Col"
     visitor = f"sm80::{side}Reduction<cutlass_ops::reduce::{REDUCERS[output.reduce]}, ThreadMap>"
-    return Node(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
+    return Visitor(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
 
 
 def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:

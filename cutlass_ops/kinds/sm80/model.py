@@ -14,11 +14,11 @@ import numpy as np
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.chips import CHIPS, USUAL, peaks_of
-from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
-from cutlass_ops.kinds.traits import Traits
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Problems, columns
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.traits import PlainTimer
 
 _SHARPNESS = 4
 # Cost of padding for memory-bound kernels, as in the Sm90 model.
@@ -27,46 +27,21 @@ _PADDING, _MOST_PADDING = 0.01, 4.0
 
 @dataclass(frozen=True)
 class Costs:
-    """The model's parameters of a chip.
+    """The model's parameters of a chip."""
 
-    Attributes
-    ----------
-    products : float
-        Multiply-adds per nanosecond of one SM.
-    small_warps : float
-        Relative slowdown of 32 x 32 warp tiles, which load more per product.
-    loads : float
-        Elements loaded per nanosecond by one SM at alignment 1.
-    wide_loads : float
-        The same at alignment 2; scaled in proportion for 4 and 8.
-    latency, wide_latency : float
-        Nanoseconds of a K step with exposed loads, at alignment 1 and above.
-    stages : float
-        The latency is divided by the number of stages in flight to this power.
-    store : float
-        Nanoseconds per element of D.
-    adding_up : float
-        Microseconds for stream-K to add up a tile of 128 x 128.
-    launch : float
-        Microseconds from one kernel to the next.
-    dram : float
-        Device memory bandwidth in bytes per nanosecond.
-    registers : float
-        Registers of a thread besides its accumulators.
-    """
-
-    products: float = 1188.0
-    small_warps: float = 0.549
-    loads: float = 9.1
-    wide_loads: float = 16.8
+    products: float = 1188.0  # multiply-adds per nanosecond of one SM
+    small_warps: float = 0.549  # relative slowdown of 32 x 32 warp tiles, which load more per product
+    loads: float = 9.1  # elements loaded per nanosecond by one SM at alignment 1
+    wide_loads: float = 16.8  # the same at alignment 2; scaled in proportion for 4 and 8
+    # Nanoseconds of a K step with exposed loads, at alignment 1 and above
     latency: float = 1203.0
     wide_latency: float = 676.0
-    stages: float = 0.578
-    store: float = 0.162
-    adding_up: float = 13.7
-    launch: float = 6.97
-    dram: float = 2576.0
-    registers: float = 126.0
+    stages: float = 0.578  # the latency is divided by the number of stages in flight to this power
+    store: float = 0.162  # nanoseconds per element of D
+    adding_up: float = 13.7  # microseconds for stream-K to add up a tile of 128 x 128
+    launch: float = 6.97  # microseconds from one kernel to the next
+    dram: float = 2576.0  # device memory bandwidth in bytes per nanosecond
+    registers: float = 126.0  # registers of a thread besides its accumulators
 
 
 H100 = Costs()
@@ -110,14 +85,14 @@ _16_BITS = (2, 2)
 _RATE_OF_TF32, _SHARE_OF_TF32 = 0.5, 0.69
 
 
-def costs_of(device: Device, element_bytes: int = _16_BITS[0]) -> Costs:
+def costs_of(device: Device, element_bytes: float = _16_BITS[0]) -> Costs:
     """Return a device's parameters for elements of so many bytes: those measured, scaled by the peaks of its chip."""
     double = element_bytes == _FP64
     costs = H100_FP64 if double else H100
     if device.name in _MEASURED or device.name not in CHIPS:
         return costs
     peaks, measured = peaks_of(device.name), peaks_of(_MEASURED[double])
-    products = peaks.products if double or device.has_wgmma else _OF_MMA_SYNC * peaks.products
+    products = peaks.products if double or device.has_tma else _OF_MMA_SYNC * peaks.products
     return replace(costs, products=costs.products * products, dram=costs.dram * peaks.memory / measured.memory)
 
 
@@ -127,7 +102,7 @@ def predict(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs | None = None,
-    widths: tuple[int, int] = _16_BITS,
+    widths: tuple[float, float] = _16_BITS,
     target: str = "sm_90",
     rate: float = 1.0,
 ) -> float:
@@ -136,31 +111,23 @@ def predict(
 
 
 class Blocks(NamedTuple):
-    """The thread blocks of some configurations, as arrays of shape (1, configurations).
+    """The thread blocks of some configurations, as arrays of shape (1, configurations)."""
 
-    Attributes
-    ----------
-    tile_m, tile_n, tile_k : array
-        Extents of a tile.
-    warp, warps : array
-        Elements of a warp's tile, and the number of warps.
-    stages, stream_k : array
-        Stages of the main loop, and 1 for stream-K.
-    """
-
+    # Extents of a tile
     tile_m: Floats
     tile_n: Floats
     tile_k: Floats
+    # Elements of a warp's tile, and the number of warps
     warp: Floats
     warps: Floats
+    # Stages of the main loop, and 1 for stream-K
     stages: Floats
     stream_k: Floats
 
     @classmethod
     def of(cls, configs: Sequence[Sm80Config]) -> Blocks:
         """Return those of some configurations."""
-        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(1, -1, len(cls._fields))
-        return cls(*np.moveaxis(numbers, 2, 0))
+        return cls(*columns([_numbers(c) for c in configs], len(cls._fields)))
 
 
 def times(
@@ -169,33 +136,16 @@ def times(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs | None = None,
-    widths: tuple[int, int] = _16_BITS,
+    widths: tuple[float, float] = _16_BITS,
     target: str = "sm_90",
     rate: float = 1.0,
     work_share: float = 1.0,
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
 
-    Parameters
-    ----------
-    blocks_of : Blocks
-        Thread blocks of legal configurations.
-    problems : sequence of Problem or Extents
-        Each extent at least 1.
-    multiprocessors : int
-        Number of SMs.
-    alignment : int
-        Alignment of A and B in elements: 1, 2, 4 or 8.
-    costs : Costs, optional
-        Parameters of the chip. The default is those of an H100.
-    widths : tuple of int
-        Bytes of an element of A and of B, and of D.
-    target : str
-        Target, which limits the thread blocks on one SM.
-    rate : float
-        Throughput of products relative to 16 bits; FP64 has costs of its own.
-    work_share : float
-        Part that the SMs' work really takes of what the costs say.
+    Configurations are legal, and each extent is at least 1. `alignment` is that of A and B in elements, `widths` are
+    the bytes of an element of A and B, and of D. `rate` is the throughput of products relative to 16 bits; FP64 has
+    costs of its own. `work_share` is the part that the SMs' work really takes of what the costs say.
     """
     m, n, k, gemms = Extents.of(problems)
     tile_m, tile_n, tile_k, warp, _, stages, split = blocks_of
@@ -208,13 +158,13 @@ def times(
     # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes. Of FP64, one
     # element is copied at a time.
     width = element_bytes / _16_BITS[0]
-    alignment = max(1, (1 if double else alignment) * element_bytes // _16_BITS[0])
+    of_16_bits = max(1.0, (1 if double else alignment) * width // 1)
     slower = 1.0 if double else 1 / rate
     compute = slower * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
-    loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
+    loads = costs.loads if of_16_bits == 1 else costs.wide_loads * of_16_bits / 2
     step = _soft_max(compute, width * (tile_m + tile_n) * tile_k / loads)
     hidden = np.maximum(1, stages - 1) ** costs.stages
-    latency = (costs.latency if alignment == 1 else costs.wide_latency) / hidden
+    latency = (costs.latency if of_16_bits == 1 else costs.wide_latency) / hidden
     slots = multiprocessors * blocks
     full_step = np.maximum(blocks * step, latency)
 
@@ -241,12 +191,12 @@ def _numbers(config: Sm80Config) -> tuple[float, ...]:
     return tile.m, tile.n, tile.k, warp.m * warp.n, config.warps, config.stages, config.stream_k
 
 
-def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = _16_BITS[0], target: str = "sm_90") -> int:
+def resident(config: Sm80Config, costs: Costs = H100, element_bytes: float = _16_BITS[0], target: str = "sm_90") -> int:
     """Estimate how many thread blocks are resident on one SM of a target."""
     return int(_resident(Blocks.of([config]), costs, element_bytes, target).item())
 
 
-def _resident(blocks: Blocks, costs: Costs, element_bytes: int, target: str) -> Floats:
+def _resident(blocks: Blocks, costs: Costs, element_bytes: float, target: str) -> Floats:
     machine = arch.target(target)
     threads = blocks.warps * arch.WARP
     shared = blocks.stages * (blocks.tile_m + blocks.tile_n) * blocks.tile_k * element_bytes
@@ -262,21 +212,10 @@ def _soft_max(x: Floats, y: Floats) -> Floats:
     return np.asarray((x**_SHARPNESS + y**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
-@dataclass(frozen=True, eq=False)
-class Sm80Timer:
+class Sm80Timer(PlainTimer):
     """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    blocks: Blocks
-    traits: Traits
-
-    @classmethod
-    def of(cls, configs: Sequence[Sm80Config], traits: Traits) -> Sm80Timer:
-        """Return the model of some configurations."""
-        return cls(Blocks.of(configs), traits)
-
-    def take(self, places: Places) -> Sm80Timer:
-        """Return the model of some of these configurations, each as often as it is named."""
-        return replace(self, blocks=Blocks(*(x[:, places] for x in self.blocks)))
+    made_by = Blocks
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
@@ -284,15 +223,11 @@ class Sm80Timer:
         alignment = min(self.traits.alignments)
         widths = self.traits.element_bytes, self.traits.d_bytes
         rate, sms = self.traits.rate, device.multiprocessors
-        share = _SHARE_OF_TF32 if device.has_wgmma and rate == _RATE_OF_TF32 else 1.0
+        share = _SHARE_OF_TF32 if device.has_tma and rate == _RATE_OF_TF32 else 1.0
         costs = costs_of(device, widths[0])
         found = times(self.blocks, problems, sms, alignment, costs, widths, target, rate, share)
-        if device.has_wgmma and any(self.traits.copied):
+        if device.has_tma and any(self.traits.copied):
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
             spares = (self.blocks.stream_k == 0) & (Extents.of(problems).gemms == 1)
             found = found - waits * np.minimum(_SPARED, _MOST_SPARED * found) * spares
         return found, np.zeros_like(found, np.bool_)
-
-    def besides(self, problems: Problems, _: Device) -> Floats:
-        """Return zeros: these kernels do no separate work besides the GEMM."""
-        return np.zeros(np.broadcast_shapes(Extents.of(problems).m.shape, self.blocks.warps.shape))

@@ -8,35 +8,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
-from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.config import InstructionShape, Sm80Config
+from cutlass_ops.base.arch import MMA_SYNC
+from cutlass_ops.base.dtypes import f32, f64, i32
+from cutlass_ops.base.mma import mma_of, sums_of, unit_of
+from cutlass_ops.declare.config import InstructionShape
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import doubles
-from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import by_several_fours, sm90_serves, takes_means, whole_lines
+from cutlass_ops.kinds.kind import Broken, Rule
+from cutlass_ops.kinds.serving import by_several_fours, takes_means, whole_lines
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm80.types import multiplied
 
-# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest. Operands in two parts
-# take twice as many, and so do those of FP64 instructions of more than four products.
-_MAX_ACCUMULATOR_SHARE = {tf32x3: 4}
-_USUAL_SHARE, _SHARE_OF_SEVERAL_FOURS = 2, 4
+# Of a thread's registers, accumulators may use this part where instructions of more than four products take FP64.
+_SHARE_OF_SEVERAL_FOURS = 4
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
 # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits;
 # mma_tensor_op_tile_iterator_sm80.h: parts of 16 elements of 64 bits.
 _SHORTEST_LINE = {16: 16, 32: 32, 64: 16}
-# gemm/threadblock/default_mma_core_sm80.h, double: a warp copies 16 x 2 elements at a time, one a lane, and multiplies
-# parts of 16 rows and 16 columns. With 8 warps its maps share tiles of these K evenly:
-# tests/compile/test_doubles_on_the_host.py.
-_K_OF_FP64, _SIDE_OF_FP64, _WARPS_OF_FP64 = (16, 32), 16, (2, 8)
-_SPILLS_WITH_STREAM_K = 16  # 88 bytes of a thread, at 128 x 64 x 32
+_LANES_BY_ELEMENT = 16  # along a line, where a warp copies one element a lane
 
 
 def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    return () if mma is None else mma.shapes_on(arch.target(spec.target).capability)
+    unit = unit_of(spec.a.dtype, spec.b.dtype, MMA_SYNC)
+    return () if unit is None else unit.shapes_on(arch.target(spec.target).capability)
 
 
 def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
@@ -56,14 +53,15 @@ def _batched(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 
 def _warp_tile(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    part = multiplied(spec.a.dtype).part
     for side in ("m", "n", "k"):
         block, warp, instruction = (getattr(s, side) for s in (config.threadblock, config.warp, config.instruction))
         if block % warp:
             yield f"warp.{side} is {warp}, which does not divide threadblock.{side} {block}: use a divisor"
         if warp % instruction:
             yield f"warp.{side} is {warp}: use a multiple of instruction.{side} {instruction}"
-        elif spec.a.dtype is f64 and side != "k" and warp % _SIDE_OF_FP64:
-            yield f"warp.{side} is {warp}, and warps read f64 in parts of {_SIDE_OF_FP64}: use a multiple of that"
+        elif side != "k" and warp % part:
+            yield f"warp.{side} is {warp}, and warps read {spec.a.dtype} in parts of {part}: use a multiple of that"
 
 
 def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
@@ -88,7 +86,7 @@ def _k_steps(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 
 def _warps(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    least, most = _WARPS_OF_FP64 if spec.a.dtype is f64 else (1, arch.MAX_THREADS // arch.WARP)
+    least, most = multiplied(spec.a.dtype).warps
     if not least <= config.warps <= most:
         yield (
             f"threadblock {config.threadblock} in warp tiles {config.warp} is {config.warps} warps: use {least} to "
@@ -100,8 +98,8 @@ def _warp_accumulators(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     warp, threads = config.warp, max(config.warps, 1) * arch.WARP
     registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    each = 1 if mma is None else mma.accumulator.bytes // f32.bytes
-    share = _MAX_ACCUMULATOR_SHARE.get(spec.a.dtype, _USUAL_SHARE)
+    each = 1 if mma is None else mma.accumulator.bits // f32.bits
+    share = multiplied(spec.a.dtype).register_share
     if mma is not None and by_several_fours(mma, config.instruction.k):
         share = _SHARE_OF_SEVERAL_FOURS
     used, limit = warp.m * warp.n * each // arch.WARP, registers // share
@@ -116,14 +114,14 @@ def _warp_accumulators(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    k = config.threadblock.k
+    k, by_element = config.threadblock.k, multiplied(spec.a.dtype).by_element
     for operand in sides(spec):
         contiguous, strided = (k, operand.extent) if operand.k_major else (operand.extent, k)
-        # Shared memory is always written 16 bytes at a time, but for f64.
-        access = 1 if spec.a.dtype is f64 else spec.a.dtype.tma_alignment
+        # Other elements are always written to shared memory 16 bytes at a time.
+        access = 1 if by_element else spec.a.dtype.tma_alignment
         lanes = contiguous // access if operand.k_major else min(contiguous // access, 8)
-        if spec.a.dtype is f64:
-            lanes = 16
+        if by_element:
+            lanes = _LANES_BY_ELEMENT
         if not _covers(contiguous, strided, config.warps, lanes, access):
             yield (
                 f"{config.warps} warps cannot share the loads of {operand.name}'s tile, {strided} lines of "
@@ -157,9 +155,9 @@ def _covers(contiguous: int, strided: int, warps: int, lanes: int, access: int) 
 
 
 def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    threads = max(config.warps, 1) * arch.WARP
+    threads, by_element = max(config.warps, 1) * arch.WARP, multiplied(spec.a.dtype).by_element
     for operand in sides(spec):
-        alignment = 1 if spec.a.dtype is f64 else (spec.a if operand.name == "a" else spec.b).alignment
+        alignment = 1 if by_element else (spec.a if operand.name == "a" else spec.b).alignment
         accesses = operand.extent * config.threadblock.k // alignment // threads
         if accesses > _MAX_PREDICATES:
             yield (
@@ -169,11 +167,12 @@ def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    if spec.a.dtype is f64:
-        if config.threadblock.k not in _K_OF_FP64:
-            yield f"threadblock.k is {config.threadblock.k}, and a is {spec.a}: use {' or '.join(map(str, _K_OF_FP64))}"
+    only = multiplied(spec.a.dtype).tiles_k
+    if only:
+        if config.threadblock.k not in only:
+            yield f"threadblock.k is {config.threadblock.k}, and a is {spec.a}: use {' or '.join(map(str, only))}"
         return
-    limit = 128 // spec.a.dtype.bytes
+    limit = spec.a.dtype.count_in(128)
     for operand in sides(spec):
         if operand.k_major and config.threadblock.k > limit:
             yield (
@@ -195,7 +194,7 @@ def _short_lines(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
-        if config.stages > 2 and operand.alignment * operand.dtype.bytes < min(arch.CP_ASYNC_BYTES):
+        if config.stages > 2 and operand.dtype.bytes_of(operand.alignment) < min(arch.CP_ASYNC_BYTES):
             yield Broken(
                 f"{name} is {operand} and stages is {config.stages}, and cp.async copies at least "
                 f"{min(arch.CP_ASYNC_BYTES)} bytes, while two stages are loaded through registers",
@@ -205,18 +204,13 @@ def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 
 def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    # DefaultMma<float, ..., 2, ...> in gemm/threadblock/default_mma.h: OpMultiplyAddFastF16.
-    if spec.a.dtype in (tf32, tf32x3) and config.stages == 2:
-        yield Broken(
-            f"stages is 2 and a is {spec.a}, and CUTLASS's main loop of two stages multiplies FP32 in FP16",
-            ({"stages": 3},),
-        )
-    if spec.a.dtype in (i8, f64) and config.stages == 2:
-        yield Broken(f"stages is 2 and a is {spec.a}, for which two stages are not tested", ({"stages": 3},))
+    why = multiplied(spec.a.dtype).no_two_stages
+    if why and config.stages == 2:
+        yield Broken(f"stages is 2 and a is {spec.a}, {why}", ({"stages": 3},))
 
 
 def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    if spec.a.dtype is i8 and config.stream_k:
+    if sums_of(spec.a.dtype, spec.b.dtype) is i32 and config.stream_k:
         yield Broken(
             f"a is {spec.a} and stream_k is True, and stream-K is not tested for integer sums",
             ({"stream_k": False},),
@@ -224,7 +218,8 @@ def _whole_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 
 def _stream_k_registers(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    if spec.a.dtype is f64 and config.stream_k and config.instruction.k >= _SPILLS_WITH_STREAM_K:
+    spills = multiplied(spec.a.dtype).spills_with_stream_k
+    if spills is not None and config.stream_k and config.instruction.k >= spills:
         yield Broken(
             f"a is {spec.a}, instruction is {config.instruction} and stream_k is True: its operands and what stream-K "
             f"keeps of a block's share take more registers than a thread has",
@@ -233,10 +228,10 @@ def _stream_k_registers(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken
 
 
 def _whole_lines(spec: KernelSpec, _: Sm80Config) -> Iterator[Broken]:
-    if spec.a.dtype is i8 and not whole_lines(spec):
+    if multiplied(spec.a.dtype).whole_lines and not whole_lines(spec):
         yield Broken(
-            f"a is {spec.a} and b is {spec.b}, and loads of i8 narrower than 16 bytes are not tested",
-            advice="pad K with zeros to a multiple of 16" + (", or use an Sm90Config" if sm90_serves(spec) else ""),
+            f"a is {spec.a} and b is {spec.b}, and loads of {spec.a.dtype} narrower than 16 bytes are not tested",
+            advice=lambda others: ", or use ".join(["pad K with zeros to a multiple of 16", *others]),
         )
 
 
@@ -273,7 +268,7 @@ def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
     if not 1 <= warps_n < _EPILOGUE_ROWS or n % d.alignment:
         return False
     vectors, rows = n // d.alignment, _EPILOGUE_ROWS // warps_n
-    lanes = 256 // (d.alignment * d.dtype.bytes)  # what covers 256 bytes, CUTLASS's preferred width
+    lanes = 256 // d.dtype.bytes_of(d.alignment)  # what covers 256 bytes, CUTLASS's preferred width
     if arch.WARP // lanes > rows:
         width, height = arch.WARP // rows, rows
     else:
@@ -284,19 +279,22 @@ def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
     )
 
 
-def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
-    other = "an Sm90Config, or " if sm90_serves(spec) else ""
+def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[Broken]:
     for name in spec.epilogue.products:
-        yield f"input {name} is a second weight, and kernels of Sm80 have one: use {other}two GEMMs"
+        yield Broken(
+            f"input {name} is a second weight, and kernels of Sm80 have one",
+            advice=lambda others: f"use {', or '.join([*others, 'two GEMMs'])}",
+        )
 
 
-def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str | Broken]:
     if not spec.epilogue.swaps_pairs:
         return
     if swapped(spec):
-        yield (
-            f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
-            f"that are not neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
+        yield Broken(
+            f"the epilogue swaps pairs of columns, and d is {spec.d}, so that a thread of CUTLASS's epilogue has "
+            "columns that are not neighbours",
+            advice=lambda others: f"use {', or '.join([f'{spec.d.dtype}.row', *others])}",
         )
     elif spec.d.alignment < 2:
         yield (

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cutlass_ops.base.dtypes import f64, i8, tf32x3
-from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.base.arch import MMA_SYNC
+from cutlass_ops.base.dtypes import f64, i32
+from cutlass_ops.base.mma import sums_of, unit_of
+from cutlass_ops.declare.config import InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.order import SWIZZLES, TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm80.types import multiplied
 
 _SIDES = (32, 64, 128, 256)
-_TILES_K_BYTES = {f64: (128, 256)}
-_USUAL_TILES_K_BYTES = (64, 128)
 _WARP_SIDES = (32, 64)
 _STAGES = (2, 3, 4, 5, 6)
 _WARPS = (1, 2, 4, 8)
@@ -67,9 +68,10 @@ def untuned(signature: OpSignature) -> tuple[Sm80Config, ...]:
 def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
     """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
     dtype = signature.a.dtype
-    tiles_k = [k // dtype.bytes for k in _TILES_K_BYTES.get(dtype, _USUAL_TILES_K_BYTES)]
+    how = multiplied(dtype)
+    tiles_k = [dtype.count_in(k) for k in how.tiles_k_bytes]
     instruction, *others = _instructions(signature)
-    others = others if dtype is f64 else []  # more or fewer products at a time are worth trying of FP64 only
+    others = others if how.every_instruction else []
     for m, n, k, stages in product(_SIDES, _SIDES, tiles_k, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
             tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
@@ -82,8 +84,8 @@ def candidates(signature: OpSignature) -> Iterator[Sm80Config]:
 
 def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
     """Return the instructions for a signature's operands, Hopper's own first, or the usual one if there are none."""
-    mma = mma_of(signature.a.dtype, signature.b.dtype)
-    shapes = (*mma.hopper_shapes, *mma.shapes) if mma is not None else ()
+    unit = unit_of(signature.a.dtype, signature.b.dtype, MMA_SYNC)
+    shapes = (*unit.hopper_shapes, *unit.shapes) if unit is not None else ()
     return tuple(InstructionShape(*shape) for shape in shapes) or (InstructionShape(16, 8, 16),)
 
 
@@ -95,7 +97,7 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
     """
     known = _instructions(signature)
     if config.instruction not in known:
-        k = config.threadblock.k * 2 // signature.a.dtype.bytes
+        k = signature.a.dtype.count_in(2 * config.threadblock.k)
         config = replace(
             config,
             threadblock=replace(config.threadblock, k=k),
@@ -103,13 +105,19 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
             instruction=known[0],
             stages=max(3, config.stages),
         )
-    if signature.a.dtype is tf32x3 and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
+    how = multiplied(signature.a.dtype)
+    if how.small_warps and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
         config = replace(config, warp=replace(config.warp, n=config.warp.n // 2))
-    whole = signature.form == BATCHED or signature.a.dtype is i8
+    whole = signature.form == BATCHED or sums_of(signature.a.dtype, signature.b.dtype) is i32
     config = replace(config, stream_k=False) if whole else config
     yield config
-    if signature.a.dtype is f64:
+    if how.every_instruction:
         yield replace(config, instruction=known[-1])  # which every device has
+
+
+def usual(signature: OpSignature) -> Iterator[Sm80Config]:
+    """Yield configurations of which one is legal if any is."""
+    return (config for each in untuned(signature) for config in variants(signature, each))
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:

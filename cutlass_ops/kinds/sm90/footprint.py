@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from math import gcd
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.arch import WGMMA
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
 from cutlass_ops.kinds.serving import plain_epilogue, quantizes_apart, reduced_together, source, source_name
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
@@ -63,17 +65,13 @@ def _stages_rows(spec: KernelSpec) -> bool:
 
 
 def means_smem(spec: KernelSpec) -> int:
-    """Return the static shared memory for means of A's rows in bytes.
-
-    It holds the means gathered in the main loop (``TileMeans`` in ``gather.h``), or the rows that idle warps read
-    (``StagedRows`` in ``means_beside.h``).
-    """
+    """Return the static shared memory for means of A's rows in bytes."""
     if _stages_rows(spec):
         return _STAGED_ROWS
     if not gathers(spec):
         return 0
     count = gathered_tiles(spec) * len(spec.epilogue.gathered) * gathered_rows(spec)
-    return round_up(count * f32.bytes, _MEANS_ALIGNMENT)
+    return round_up(f32.bytes_of(count), _MEANS_ALIGNMENT)
 
 
 def pieces_in_turn(config: Sm90Config) -> int:
@@ -81,7 +79,7 @@ def pieces_in_turn(config: Sm90Config) -> int:
 
     They are its instructions, one below the other, or half of the only one: ``kInTurn`` in ``mainloop.h``.
     """
-    return max(2, config.threadblock.m // arch.WGMMA_M // (1 if config.side_by_side else 2))
+    return max(2, config.threadblock.m // WGMMA.m // (1 if config.side_by_side else 2))
 
 
 def quantized_by_warps(spec: KernelSpec) -> bool:
@@ -142,16 +140,12 @@ def epilogue_smem(spec: KernelSpec) -> int:
 
 
 def pipeline_stages(spec: KernelSpec) -> int:
-    """Return the actual number of stages of the main loop.
-
-    It is the configuration's number, or else the largest that fits into the target's shared memory. A result below two
-    means that the kernel does not fit.
-    """
+    """Return the actual number of stages of the main loop."""
     config = _sm90(spec)
     if config.stages is not None:
         return config.stages
     limit = block_memory(spec)
-    stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
+    stage = spec.a.dtype.bytes_of((config.threadblock.m + config.threadblock.n) * config.threadblock.k)
     most = min(MAX_STAGES, limit // stage)
     means, epilogue = means_smem(spec), _epilogue(spec)
     sizes = ((s, means + _shared_storage(spec, config, s, epilogue)) for s in range(most, 0, -1))
@@ -172,7 +166,7 @@ def mainloop_smem(spec: KernelSpec, stages: int) -> int:
 def split_exchange(config: Sm90Config) -> int:
     """Return the bytes of FP32 accumulators that a block sends to and receives from the blocks that split K with it."""
     part = config.part
-    return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
+    return f32.bytes_of(2 * (config.split_k - 1) * part.m * part.n)
 
 
 def scaled_rows(spec: KernelSpec) -> tuple[int, int]:
@@ -188,8 +182,8 @@ def _stage_scales(spec: KernelSpec, config: Sm90Config) -> int:
         return 0
     tile = config.threadblock
     part = tile.n // 2 if config.side_by_side else tile.n
-    count = tile.m // gcd(tile.m, arch.WGMMA_M, rows) + tile.n // gcd(tile.n, part, columns)
-    return round_up(count, 2) * f32.bytes
+    count = tile.m // gcd(tile.m, WGMMA.m, rows) + tile.n // gcd(tile.n, part, columns)
+    return f32.bytes_of(round_up(count, 2))
 
 
 def _sm90(spec: KernelSpec) -> Sm90Config:
@@ -233,7 +227,7 @@ def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int, epilogue:
 
 def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
     tile = config.threadblock
-    row_bytes = tile.k * stages * spec.a.dtype.bytes
+    row_bytes = spec.a.dtype.bytes_of(tile.k * stages)
     scales = [Block(stages * each, 16)] if (each := _stage_scales(spec, config)) else []
     return struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes), *scales, alignment=128)
 
@@ -255,7 +249,7 @@ def _epilogue(spec: KernelSpec) -> Block:
     if not shared_by_two(spec):
         return whole
     # QuantizedByTwo in quantized.h: the other block's values for each row, of two warpgroups and two turns.
-    return struct(whole, Block(2 * 2 * output_tile(spec).m * f32.bytes, 128))
+    return struct(whole, Block(f32.bytes_of(2 * 2 * output_tile(spec).m), 128))
 
 
 def _visitors(spec: KernelSpec) -> Iterator[Block]:
@@ -267,13 +261,13 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
     c = source_name(spec)
     if _sm90(spec).means != "gathered" and along_n(spec, Kind.COL):
         for _ in spec.epilogue.gathered:
-            yield Block(round_up(output_tile(spec).n * f32.bytes, ARRAY_ALIGNMENT))
+            yield Block(round_up(f32.bytes_of(output_tile(spec).n), ARRAY_ALIGNMENT))
     for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE and operand.aligned and given.name != c:
             yield _tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
             columns = output_tile(spec).n * row_copies(spec)
-            yield Block(round_up(columns * operand.dtype.bytes, ARRAY_ALIGNMENT))
+            yield Block(round_up(operand.dtype.bytes_of(columns), ARRAY_ALIGNMENT))
     plain = plain_epilogue(spec)
     together = {group[0].name: group for group in reduced_together(spec)} if plain else {}
     for output, operand in spec.typed_outputs:
@@ -297,8 +291,8 @@ def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:
     """Return epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
     epi_m, epi_n = epilogue_tile(spec)
     contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
-    swizzle = _swizzle(contiguous * operand.dtype.bytes)
-    size = epi_m * epi_n * stages * operand.dtype.bytes
+    swizzle = _swizzle(operand.dtype.bytes_of(contiguous))
+    size = operand.dtype.bytes_of(epi_m * epi_n * stages)
     alignment = max(128, 8 * swizzle)
     return Block(round_up(size, alignment), alignment)
 

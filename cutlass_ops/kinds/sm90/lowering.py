@@ -1,163 +1,211 @@
 """From a spec to the values that ``sm90_gemm.cu.j2`` renders: plain strings and numbers only.
 
-Names of the CUTLASS 3.x epilogue visitors: ``cutlass/epilogue/fusion/sm90_visitor_*.hpp``.
+Types of the main loop and of the epilogue are chosen here, by name. The template prints them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-from cutlass_ops.base.dtypes import DType, f32, i8, i32, tf32
-from cutlass_ops.base.mma import BLOCK_K, mma_of
-from cutlass_ops.declare.config import MEANS, Sm90Config
+from cutlass_ops.base.arch import WGMMA
+from cutlass_ops.base.dtypes import i32, tf32
+from cutlass_ops.base.mma import BLOCK_K, mma_of, sums_of, unit_of
+from cutlass_ops.declare.config import MEANS
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
-from cutlass_ops.declare.orientation import along_n, oriented, swapped
+from cutlass_ops.declare.orientation import swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
-from cutlass_ops.epilogue.nodes import D_SCALE, Kind, Output
-from cutlass_ops.epilogue.operations import GATHERED
+from cutlass_ops.epilogue.nodes import D_SCALE, Kind
 from cutlass_ops.kinds import serving
-from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.kinds.lower import READERS, fields, flag, layout_of, lower, types
 from cutlass_ops.kinds.sm90 import footprint
+from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.kinds.sm90.visitors import layout_in_kernel, part_shape, parts_of, visitors
 
-_MAINLOOP = {
-    "pingpong": "KernelTmaWarpSpecializedPingpong",
-    "cooperative": "KernelTmaWarpSpecializedCooperative",
-    "warp_specialized": "KernelTmaWarpSpecialized",
+# The ends of CUTLASS's names of schedules. A pingpong kernel's epilogue is that of one warpgroup.
+_MAINLOOP = {"pingpong": "Pingpong", "cooperative": "Cooperative", "warp_specialized": ""}
+_EPILOGUE = {"pingpong": "", "cooperative": "Cooperative", "warp_specialized": ""}
+# What a kernel's D is computed for, in a comment.
+_OF_EACH = {
+    DENSE: "",
+    BATCHED: ", for each batch",
+    GROUPED: ", for each group of rows",
+    RAGGED_K: ", for each group of K",
 }
-_EPILOGUE = {
-    "pingpong": "TmaWarpSpecialized",
-    "cooperative": "TmaWarpSpecializedCooperative",
-    "warp_specialized": "TmaWarpSpecialized",
+# What reads the operands of each form.
+_OPERANDS = {BATCHED: "BatchedOperands", GROUPED: "GroupedOperands", RAGGED_K: "RaggedKOperands"}
+# The class around the main loop of a form, and the name of what it is around.
+_WRAPPED = {GROUPED: ("MainloopOfRows", "GroupedMainloop"), RAGGED_K: ("MainloopOfK", "RaggedKMainloop")}
+_OVERLAPS = {
+    "how": "The kernel may start while the one before it ends: programmatic dependent launch.",
+    "macro": "CUTLASS_ENABLE_GDC_FOR_SM90",
+}
+_WAITS_LATE = {
+    "how": "The kernel starts while means of A's rows are taken, and its epilogue waits for them.",
+    "macro": "CUTLASS_OPS_WAITS_LATE",
 }
 
-# Of CUTLASS's reductions: the functor that folds a value in, the one that joins partial results, and the identity.
-_CUTLASS_REDUCTIONS = {
-    "sum": ("cutlass_ops::Sum", "cutlass_ops::Sum", "0.0f"),
-    "sum_square": ("cutlass_ops::SumSquare", "cutlass_ops::Sum", "0.0f"),
-    "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-cutlass::platform::numeric_limits<float>::infinity()"),
-    "min": ("cutlass_ops::Min", "cutlass_ops::Min", "cutlass::platform::numeric_limits<float>::infinity()"),
+# What copies operands: as they lie, if TMA cannot read them, or along K, if wgmma reads no other lines.
+_REALIGNED = {
+    "header": "realign",
+    "kernel": "cutlass_ops::Realign",
+    "type": "cutlass_ops::Realigned",
+    "reader": "TMA",
+}
+_ALONG_K = {
+    "header": "along_k",
+    "kernel": "cutlass_ops::AlongK<sizeof(ElementA)>",
+    "type": "cutlass_ops::CopiedAlongK<sizeof(ElementA)>",
+    "reader": "wgmma",
 }
 
-
-@dataclass(frozen=True)
-class Node:
-    """One visitor of the epilogue: its name, its C++ type, whose values it takes, and its launch arguments."""
-
-    name: str
-    type: str
-    arguments: str
-    edges: tuple[int, ...] = ()
-    aliases: tuple[str, ...] = ()
+Aliases = list[dict[str, str]]
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
     """Return the template's variables for a legal Sm90 spec."""
-    config = _config(spec)
-    lowered = lower(spec.epilogue)
-    c_operand = serving.source_name(spec)
-    plain = serving.plain_epilogue(spec)
-    nodes, is_tree = _nodes(spec, lowered, c_operand, plain)
-    tile = config.threadblock
-    c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
-    takes_means = bool(spec.epilogue.gathered) and config.means != "gathered"
-    reductions = _reductions(spec) if plain else []
-    scratch = [f"cutlass_ops::parts_bytes<{r['node']}>({r['extents'].replace('o.', '')})" for r in reductions]
-    if takes_means and config.means == "ahead":
-        scratch.append("cutlass_ops::means_bytes<WhichMeans>(problem)")
-    copies = _copies(spec)
-    scratch += [copy["bytes"] for copy in copies]
-    return types(spec, lowered, "cutlass_ops/sm90_places.h") | {
-        "wgmma": _wgmma(spec),
-        "tf32": spec.a.dtype is tf32,
-        "integers": spec.a.dtype is i8,
-        # D is the sums themselves: the epilogue takes them as the bits of values that it only moves.
-        "sums": spec.d.dtype is i32,
+    config, lowered = _config(spec), lower(spec.epilogue)
+    plain, source, tile = serving.plain_epilogue(spec), serving.source(spec), config.threadblock
+    nodes, is_tree = visitors(spec, lowered)
+    reductions, copies = _reductions(spec) if plain else [], _copies(spec)
+    copier, taken = _ALONG_K if _loads_along_k(spec) else _REALIGNED, _means_taken(spec)
+    values = types(spec, lowered, "cutlass_ops/sm90_places.h")
+    # An epilogue that only moves sums takes them as FP32.
+    is_sums, integers = spec.d.dtype is i32, sums_of(spec.a.dtype, spec.b.dtype) is i32
+    d = values["d"] | {"is_sums": is_sums, "stored": values["d"]["element"] if is_sums else "ElementD"}
+    given = fields(spec, _in_whole_accesses)
+    overlaps = config.scheduler != "stream_k"
+    c_name, c_type = (source[0].name, source[1]) if source else (None, spec.d)
+    return values | {
+        "starts": (_WAITS_LATE if taken == "ahead" and plain else _OVERLAPS) if overlaps else None,
+        "overlaps": flag(overlaps),
+        "library": _library(spec, plain, reductions, copier["header"] if copies else "", taken),
+        "wgmma": _wgmma(spec, integers),
+        "of_each": _OF_EACH[spec.form],
+        "d": d | {"element": "float"} if is_sums else d,
+        "accumulator": "int32_t" if integers and not is_sums else "float",
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
-        "mainloop_schedule": _MAINLOOP[config.schedule],
-        "epilogue_schedule": _EPILOGUE[config.schedule],
+        "mainloop_schedule": f"KernelTmaWarpSpecialized{_MAINLOOP[config.schedule]}",
+        "epilogue_schedule": f"TmaWarpSpecialized{_EPILOGUE[config.schedule]}",
         "tile_scheduler": _scheduler(spec),
+        "stages": footprint.pipeline_stages(spec),
+        "means": _means(spec),
+        "second_weight": "".join(spec.epilogue.products),
+        "output_tile": {"m": footprint.output_tile(spec).m, "n": footprint.output_tile(spec).n},
         "split_k": config.split_k,
+        "part_n": config.part.n,
+        "swap_ab": swapped(spec),
+        "c": {
+            "element": f"Element_{c_name}" if c_name else "void",
+            "layout": layout_in_kernel(spec, c_type),
+            "alignment": c_type.alignment,
+        },
+        "layout_kernel_d": layout_in_kernel(spec, spec.d),
         "plain_epilogue": plain,
         "epilogue_tile": footprint.epilogue_tile(spec),
         "epilogue_stages": footprint.epilogue_stages(spec),
-        "part_shape": _part_shape(spec),
-        "part_n": config.part.n,
-        "tile_outputs": plain and serving.stored_by_threads(spec),
-        "gathers": _gathers(spec),
-        "means": config.means if spec.epilogue.gathered else None,
-        "takes_means": takes_means,
-        "waits_late": bool(spec.epilogue.gathered)
-        and config.means == "ahead"
-        and plain
-        and config.scheduler != "stream_k",
-        "products": 1 + len(spec.epilogue.products),
-        "second_weight": "".join(spec.epilogue.products),
-        "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
-        "block_scales": bool(spec.epilogue.block_scales),
-        "quantized": D_SCALE if spec.epilogue.quantized else "",
-        "quantized_how": _quantized(spec),
-        "mainloop_options": _mainloop_options(spec),
-        "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
-        "mainloop_arguments": _mainloop_arguments(spec),
-        "warpgroups": 2 if config.schedule == "cooperative" else 1,
-        "overlaps": config.scheduler != "stream_k",
-        "stages": footprint.pipeline_stages(spec),
-        "swap_ab": swapped(spec),
-        "swapped": str(swapped(spec)).lower(),
-        "element_c": f"Element_{c_operand}" if c_operand else "void",
-        "layout_c": _layout(spec, c_type or spec.d),
-        "alignment_c": (c_type or spec.d).alignment,
-        "layout_kernel_d": _layout(spec, spec.d),
+        "part_shape": part_shape(spec),
         "nodes": [
-            {
-                "name": n.name,
-                "type": n.type,
-                "arguments": n.arguments,
-                "edges": list(n.edges),
-                "aliases": list(n.aliases),
-            }
+            asdict(n) | {"aliases": list(n.aliases), "sequence": f"cute::seq<{', '.join(map(str, n.edges))}>"}
             for n in nodes
         ],
         "is_tree": is_tree,
-        "store_d_by_tma": spec.d.aligned,
+        "callbacks": _callbacks(spec, plain, integers),
+        "epilogue": _plain_collective(spec, c_name) if plain else _cutlass_collective(spec),
+        "mainloop": _mainloop(spec),
+        "kernel": _kernel(spec),
         "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
-        "fields": fields(spec, _in_whole_accesses),
+        "kernels_before": _kernels_before(copier["kernel"] if copies else "", taken),
+        "matrix": "cutlass_ops::Matrix" if spec.form == DENSE else "cutlass_ops::BatchedMatrix",
+        "members": _members(spec, given, reductions, taken),
+        "reader": _reader(spec, given),
+        "arguments": {
+            "problem": _problem(spec),
+            "mainloop": _mainloop_arguments(spec),
+            "epilogue": _epilogue_arguments(spec, c_name),
+        },
         "reductions": reductions,
         "copies": copies,
-        "copier": _copier(spec),
-        "loaded": _loaded(spec),
-        "has_scalars": any(i.kind is Kind.SCALAR for i in spec.epilogue.inputs),
-        "batches_inputs": plain and any(i.kind in (Kind.ROW, Kind.COL) for i in spec.epilogue.inputs),
-        "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
-        "prepares": takes_means or bool(reductions) or bool(copies) or spec.form == GROUPED,
-        "scratch": " + ".join(scratch),
-        "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
-        "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
+        "copier": copier,
+        "prepares": _prepares(spec, reductions, copies, taken),
     }
 
 
-def _wgmma(spec: KernelSpec) -> dict[str, str]:
+def _config(spec: KernelSpec) -> Sm90Config:
+    assert isinstance(spec.config, Sm90Config)
+    return spec.config
+
+
+def _swapped(spec: KernelSpec) -> str:
+    return flag(swapped(spec))
+
+
+def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
+    """Whether accesses must divide the extent: not where the bulk copy engine reads and fills up with zeros."""
+    return is_output or not operand.aligned
+
+
+# ---- Headers and instructions ----------------------------------------------------------------------------------------
+
+
+def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, taken: str | None) -> list[str]:
+    """List the headers of the library and of CUTLASS that define the kernel."""
+    form, kinds = spec.form, {i.kind for i in spec.epilogue.inputs}
+    headers = {
+        "sm90_gemm": True,
+        "split_k": _config(spec).split_k > 1,
+        "tf32": spec.a.dtype is tf32,
+        "int8": sums_of(spec.a.dtype, spec.b.dtype) is i32,
+        "means_beside": taken == "beside",
+        "row_means": taken == "ahead",
+        copier: bool(copier),
+        "block_scales": bool(spec.epilogue.block_scales),
+        "quantized": spec.epilogue.quantized is not None,
+        "sm90_reduction": plain and bool(reductions),
+        "cutlass/epilogue/collective/collective_builder.hpp": not plain,
+        "tile_output": plain and serving.stored_by_threads(spec),
+        "sm90_grouped": form == GROUPED,
+        "ragged": form == GROUPED and plain,
+        "sm90_ragged_k": form == RAGGED_K,
+        "sm90_batched": form == BATCHED,
+        "batched_inputs": form != DENSE and plain and bool(kinds & {Kind.ROW, Kind.COL}),
+        "sm90_pairs": spec.epilogue.swaps_pairs,
+        "scalar_input": Kind.SCALAR in kinds,
+    }
+    return [name if "/" in name else f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]
+
+
+def _wgmma(spec: KernelSpec, integers: bool) -> dict[str, str]:
     """Spell the types that the kernel's instruction multiplies, in the kernel's orientation."""
     a, b = (spec.b.dtype, spec.a.dtype) if swapped(spec) else (spec.a.dtype, spec.b.dtype)
     mma = mma_of(a, b)
     assert mma is not None
-    any_major = str(not mma.wgmma_k_major_only).lower()
-    return {"a": a.cpp, "b": b.cpp, "types": mma.wgmma_types, "any_major": any_major}
+    macro = "CUTLASS_OPS_INTEGER_WGMMA" if integers else "CUTLASS_OPS_WGMMA"
+    any_major = flag(not _loads_along_k(spec))
+    return {"macro": macro, "a": a.cpp, "b": b.cpp, "types": mma.wgmma_types, "any_major": any_major}
 
 
-def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
+def _loads_along_k(spec: KernelSpec) -> bool:
+    """Whether wgmma reads the operands' types along K only."""
+    unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
+    return unit is not None and unit.k_major_only
+
+
+# ---- Work before the GEMM --------------------------------------------------------------------------------------------
+
+
+def _reductions(spec: KernelSpec) -> Aliases:
     """List the visitors that reduce, with how many results each has and of how many elements of D each is one."""
     extents = {Kind.COL: "o.problem.m, o.problem.n", Kind.ROW: "o.problem.n, o.problem.m"}
     return [
-        {"node": f"Reduce_{first.name}", "parts": _parts(first), "extents": extents[first.kind]}
+        {"node": f"Reduce_{first.name}", "parts": parts_of(first), "extents": extents[first.kind]}
         for first, *_ in serving.reduced_together(spec)
     ]
 
 
-def _copies(spec: KernelSpec) -> list[dict[str, str]]:
-    """List the operands that are copied ahead of the GEMM, as :func:`_copier` says, with the bytes each copy takes."""
+def _copies(spec: KernelSpec) -> Aliases:
+    """List the operands that are copied ahead of the GEMM, with the bytes each copy takes."""
     if not _config(spec).realign:
         return []
     of_a, of_b = copied(spec.a, spec.b)
@@ -179,93 +227,71 @@ def _copy(name: str, *, along_k: bool) -> dict[str, str]:
     }
 
 
-def _copier(spec: KernelSpec) -> dict[str, str]:
-    """Name what copies operands: along K if wgmma reads no other lines, and else as they lie."""
-    if _loads_along_k(spec):
-        return {
-            "header": "cutlass_ops/along_k.h",
-            "kernel": "cutlass_ops::AlongK<sizeof(ElementA)>",
-            "type": "cutlass_ops::CopiedAlongK<sizeof(ElementA)>",
-            "reader": "wgmma",
-        }
-    return {
-        "header": "cutlass_ops/realign.h",
-        "kernel": "cutlass_ops::Realign",
-        "type": "cutlass_ops::Realigned",
-        "reader": "TMA",
-    }
+def _means_taken(spec: KernelSpec) -> str | None:
+    """Return where means of A's rows are taken, if not by the main loop from its own tiles."""
+    means = _config(spec).means
+    return means if spec.epilogue.gathered and means != "gathered" else None
 
 
-def _loads_along_k(spec: KernelSpec) -> bool:
-    """Whether wgmma reads the operands' types along K only."""
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    return mma is not None and mma.wgmma_k_major_only
-
-
-def _loaded(spec: KernelSpec) -> dict[str, str]:
-    """Spell the layouts in which TMA finds A and B: those of their copies, where they are copied across."""
-    now = loaded(spec.a, spec.b) if _config(spec).realign else (spec.a, spec.b)
-    pairs = {"a": (spec.a, now[0]), "b": (spec.b, now[1])}
-    return {
-        name: f"Layout{name.upper()}" if after.major == before.major else f"cutlass::layout::{layout_of(after)}"
-        for name, (before, after) in pairs.items()
-    }
-
-
-def _parts(output: Output) -> str:
-    """Name the parts of a reduction's results. No name that users give ends in an underscore."""
-    return f"{output.name}_parts_"
-
-
-def _part_shape(spec: KernelSpec) -> str:
-    """Name the tile of one thread block's epilogue."""
-    if spec.epilogue.products:
-        return "OutputShape"
-    return "ThreadblockShape" if _config(spec).split_k == 1 else "PartShape"
-
-
-def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
-    """Say what the epilogue takes of A's rows, and of how many rows and tiles the main loop would keep it."""
-    gathered = spec.epilogue.gathered
+def _means(spec: KernelSpec) -> dict[str, str] | None:
+    """Say what the epilogue takes of A's rows, and name the type that has it."""
+    gathered, config = spec.epilogue.gathered, _config(spec)
     if not gathered:
         return None
+    alignment = str(spec.a.dtype.tma_alignment) if config.realign else "AlignmentA"
+    rows = f"cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, {alignment}>"
+    tiles = f"cutlass_ops::TileMeans<WhichMeans, {footprint.gathered_rows(spec)}, {footprint.gathered_tiles(spec)}>"
+    name, type_ = {
+        "gathered": ("Means", tiles),
+        "beside": ("Rows", f"cutlass_ops::SharedRows<{rows}>"),
+        "ahead": ("Rows", rows),
+    }[config.means]
     return {
-        "how": MEANS[_config(spec).means],
-        "mean": str("mean_of_a" in gathered).lower(),
-        "mean_square": str("mean_square_of_a" in gathered).lower(),
-        "rows": footprint.gathered_rows(spec),
-        "tiles": footprint.gathered_tiles(spec),
+        "how": MEANS[config.means],
+        "mean": flag("mean_of_a" in gathered),
+        "mean_square": flag("mean_square_of_a" in gathered),
+        "name": name,
+        "type": type_,
     }
 
 
-def _mainloop_options(spec: KernelSpec) -> str:
-    """Spell the main loop's further template arguments, none for the usual one."""
-    beside = bool(spec.epilogue.gathered) and _config(spec).means == "beside"
-    means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if beside else []
-    if _config(spec).accumulation == "promoted":
-        means = ["void", "cutlass_ops::NoRows", "true"]
-    if spec.epilogue.block_scales:
-        blocks = [*map(str, footprint.scaled_rows(spec)), *(["cutlass_ops::GroupedScales"] * (spec.form == GROUPED))]
-        means.append(f"cutlass_ops::BlockScales<{', '.join(blocks)}>")
-    if not means and not spec.epilogue.products:
-        return ""
-    options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]
-    return "".join(f", {option}" for option in options)
+def _kernels_before(copier: str, taken: str | None) -> Aliases:
+    alias = "using MeansAhead = cutlass_ops::MeansAhead<Rows>;\n"
+    means = [{"alias": alias, "name": "means", "type": "MeansAhead"}] if taken == "ahead" else []
+    copies = [{"alias": "", "name": "copies", "type": copier}] if copier else []
+    return means + copies
 
 
-def _mainloop_arguments(spec: KernelSpec) -> str:
-    """Spell the main loop's arguments for the second weight, and for what is taken of A's rows beside it."""
-    side = "A" if swapped(spec) else "B"
-    spelled = [
-        f"o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
-        for name in spec.epilogue.products
-    ]
-    if spec.epilogue.gathered and _config(spec).means == "beside":
-        spelled += ["o.rows"] if spelled else ["nullptr, {}, o.rows"]
-    if spec.epilogue.block_scales:
-        rows, columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
-        spelled += [f"nullptr, {{}}, {{}}, {{o.{rows}, o.{columns}}}"]
-    return "".join(f",\n         {arguments}" for arguments in spelled)
+def _prepares(spec: KernelSpec, reductions: Aliases, copies: Aliases, taken: str | None) -> dict[str, Any] | None:
+    """Say what a launch does before the GEMM, and the bytes that this takes; None if there is nothing."""
+    if not (taken or reductions or copies or spec.form == GROUPED):
+        return None
+    scratch = [f"cutlass_ops::parts_bytes<{r['node']}>({r['extents'].replace('o.', '')})" for r in reductions]
+    scratch += ["cutlass_ops::means_bytes<WhichMeans>(problem)"] * (taken == "ahead")
+    scratch += [copy["bytes"] for copy in copies]
+    arguments = "GemmKernel::Arguments const&" + (" arguments" if taken == "beside" else "")
+    parameters = f"Operands& o, {arguments},\n                             cutlass_ops::Preparing& preparing"
+    statements = ["return cudaSuccess;"]
+    if spec.form == GROUPED:
+        parameters = "Operands& o, GemmKernel::Arguments& arguments, cutlass_ops::Preparing&"
+        statements = ["arguments.scheduler.groups = o.groups;", *statements]
+    if taken == "ahead":
+        statements = ["o.rows = cutlass_ops::rows_of<Rows>(o.a, o.problem);"]
+    if taken == "beside":
+        statements = [
+            "o.rows = {cutlass_ops::rows_of<Rows::Reader>(o.a, o.problem), {}};",
+            "return cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, preparing);",
+        ]
+    return {
+        "scratch": " + ".join(scratch) or "0",
+        "scratch_of": "cutlass_ops::Problem" + (" problem" if scratch else ""),
+        "parameters": parameters,
+        "statements": statements,
+        "means_ahead": taken == "ahead",
+    }
+
+
+# ---- Types -----------------------------------------------------------------------------------------------------------
 
 
 def _scheduler(spec: KernelSpec) -> str:
@@ -275,31 +301,60 @@ def _scheduler(spec: KernelSpec) -> str:
     # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
     if not config.ordered:
         return "cutlass::gemm::PersistentScheduler"
+    return {
+        DENSE: "cutlass_ops::OrderedScheduler",
+        BATCHED: "cutlass_ops::BatchedScheduler",
+        GROUPED: f"cutlass_ops::GroupedScheduler<{_swapped(spec)}>",
+        RAGGED_K: "cutlass_ops::RaggedKScheduler",
+    }[spec.form]
+
+
+def _callbacks(spec: KernelSpec, plain: bool, integers: bool) -> str | None:
+    """Name the visitors as a collective takes them; None if it needs a class of its own."""
+    if integers and not plain:
+        return "cutlass_ops::IntegerCallbacks<EpilogueVisitor, ElementD>"
+    return "EpilogueVisitor" if spec.d.aligned else None
+
+
+def _plain_collective(spec: KernelSpec, c_name: str | None) -> dict[str, Any]:
+    """Spell the epilogue of ``epilogue.h``."""
+    count, grouped = 1 + len(spec.epilogue.products), spec.form == GROUPED
+    found = (
+        f"cutlass_ops::Collective<\n    {part_shape(spec)}, EpilogueTile, ElementC, LayoutC, ElementD, LayoutKernelD, "
+        "StagesC, StagesD, EpilogueCallbacks>"
+    )
+    if grouped:
+        found = f"cutlass_ops::RaggedCollective<{found},\n    {_swapped(spec)}>"
+    options = [found]
+    if count > 1 or spec.epilogue.quantized is not None:
+        options += [str(count), _swapped(spec)]
+    if spec.epilogue.quantized is not None:
+        options.append(f"cutlass_ops::{_quantized(spec)}")
+    found = f"cutlass_ops::Epilogue<{', '.join(options)}>"
+    if spec.d.dtype is i32:
+        found = f"cutlass_ops::BitsOfSums<{found}>"
+    if grouped:
+        found = f"cutlass_ops::GroupedEpilogue<{found}, {_swapped(spec)}>"
+    comment = [f"One group's rows: tiles of D{' and of C' if c_name else ''} end with them."] if grouped else []
+    return {"comment": comment, "aliases": [{"name": "CollectiveEpilogue", "type": found}]}
+
+
+def _cutlass_collective(spec: KernelSpec) -> dict[str, Any]:
+    """Spell CUTLASS's own epilogue."""
+    found = (
+        f"typename cutlass::epilogue::collective::CollectiveBuilder<\n"
+        f"    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, {part_shape(spec)}, ClusterShape,\n"
+        f"    cutlass::epilogue::collective::EpilogueTileAuto, ElementAccumulator, ElementCompute,\n"
+        f"    ElementC, LayoutC, AlignmentC, {'ElementD' if spec.d.aligned else 'void'}, LayoutKernelD, AlignmentD,\n"
+        f"    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp"
+    )
+    if spec.d.dtype is i32:
+        found = f"cutlass_ops::BitsOfSums<{found}>"
+    aliases = [{"name": "CollectiveEpilogue", "type": found}]
     if spec.form == GROUPED:
-        return f"cutlass_ops::GroupedScheduler<{str(swapped(spec)).lower()}>"
-    if spec.form == RAGGED_K:
-        return "cutlass_ops::RaggedKScheduler"
-    return "cutlass_ops::BatchedScheduler" if spec.form == BATCHED else "cutlass_ops::OrderedScheduler"
-
-
-def _config(spec: KernelSpec) -> Sm90Config:
-    assert isinstance(spec.config, Sm90Config)
-    return spec.config
-
-
-def _input_index(spec: KernelSpec, name: str) -> int:
-    return next(index for index, i in enumerate(spec.epilogue.inputs) if i.name == name)
-
-
-def _layout(spec: KernelSpec, operand: Operand) -> str:
-    """Spell the layout of an (M, N) tensor in the kernel's orientation, or its stride where there are batches."""
-    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
-    return layout if spec.form == DENSE else f"cutlass_ops::BatchedC<{layout}>"
-
-
-def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
-    """Whether accesses must divide the extent: not where the bulk copy engine reads and fills up with zeros."""
-    return is_output or not operand.aligned
+        wrapped = f"cutlass_ops::GroupedEpilogue<CollectiveOfRows, {_swapped(spec)}>"
+        aliases = [{"name": "CollectiveOfRows", "type": found}, {"name": "CollectiveEpilogue", "type": wrapped}]
+    return {"comment": [], "aliases": aliases}
 
 
 def _quantized(spec: KernelSpec) -> str:
@@ -309,215 +364,128 @@ def _quantized(spec: KernelSpec) -> str:
     return f"QuantizedByWarps<{BLOCK_K}>" if footprint.quantized_by_warps(spec) else "Quantized"
 
 
-def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: bool) -> tuple[list[Node], bool]:
-    """List the visitors in topological order; the last one yields D. Also says whether they form a plain tree.
-
-    With ``plain``, rows and columns are read by the visitors of ``epilogue.h``.
-    """
-    nodes: list[Node] = []
-    at: dict[str, int] = {}
-
-    def add(key: str, node: Node) -> None:
-        at[key] = len(nodes)
-        nodes.append(node)
-
-    for leaf in lowered.leaves:
-        add(leaf, _load(spec, lowered, leaf, c_operand, plain))
-    d_store, *others = [s for s in lowered.stores if s.output.kind is not Kind.BLOCKS_D]
-    # The collective itself quantises, once it knows a block's scale.
-    result = "ElementD" if spec.epilogue.quantized is None else "ElementCompute"
-    for compute in lowered.computes:
-        if compute.swaps_pairs:
-            visitor = f"cutlass_ops::SwapPairs<{str(swapped(spec)).lower()}>"
-            add(compute.name, Node(f"Swap_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
-            continue
-        is_result = compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
-        final = result if is_result else "ElementCompute"
-        add(
-            compute.name,
-            Node(
-                f"Compute_{compute.label}",
-                f"fusion::Sm90Compute<cutlass_ops::Elementwise<{compute.struct}>::Fn, {final}, ElementCompute, Round>",
-                "{}",
-                tuple(at[a] for a in compute.args),
-            ),
+def _mainloop(spec: KernelSpec) -> Aliases:
+    """Spell the main loop, of the operands in the kernel's orientation, and what a form needs around it."""
+    now = loaded(spec.a, spec.b) if _config(spec).realign else (spec.a, spec.b)
+    operands = []
+    for name, before, after in (("A", spec.a, now[0]), ("B", spec.b, now[1])):
+        layout = f"Layout{name}" if after.major == before.major else f"cutlass::layout::{layout_of(after)}"
+        operands.append(
+            (name, f"typename cutlass::layout::LayoutTranspose<{layout}>::type" if swapped(spec) else layout)
         )
-    groups = {group[0].name: group for group in serving.reduced_together(spec)}
-    for store in others:
-        value, group = at[store.compute], groups.get(store.output.name)
-        if store.output.reduce is None:
-            nodes.append(_store(spec, store.output, value, plain))
-        elif group is not None:  # the others of a group are with their first one
-            nodes.append(_reduction(spec, group, value, plain))
-    if not spec.d.aligned:
-        nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
-    elif others or lowered.computes[-1].name != d_store.compute or lowered.computes[-1].swaps_pairs:
-        nodes.append(
-            Node(
-                "Result",
-                f"fusion::Sm90Compute<cutlass::epilogue::thread::Identity, {result}, ElementCompute, Round>",
-                "{}",
-                (at[d_store.compute],),
-            )
-        )
-    is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned and not spec.epilogue.swaps_pairs
-    # A tree has no names: the function's parameters are the leaves by position.
-    assert not is_tree or nodes[-1].edges == tuple(range(len(nodes) - 1))
-    return nodes, is_tree
+    ordered = operands[::-1] if swapped(spec) else operands
+    spelled = [
+        f"Element{name}, " + (layout if spec.form == DENSE else f"cutlass_ops::Batched{side}<{layout}>")
+        for side, (name, layout) in zip("AB", ordered, strict=True)
+    ]
+    lines = spelled if swapped(spec) else [", ".join(spelled)]
+    rest = f"ThreadblockShape, ClusterShape, Stages, MainloopSchedule{_mainloop_options(spec)}>"
+    if swapped(spec) or spec.form != DENSE:
+        lines.append(rest)
+    else:
+        lines = [f"{lines[0]}, {rest}"]
+    name, wrapper = _WRAPPED.get(spec.form, ("CollectiveMainloop", ""))
+    found = [{"name": name, "type": "cutlass_ops::Mainloop<\n    " + ",\n    ".join(lines)}]
+    if wrapper:
+        options = f"{name}, {_swapped(spec)}" if spec.form == GROUPED else name
+        found.append({"name": "CollectiveMainloop", "type": f"cutlass_ops::{wrapper}<{options}>"})
+    return found
 
 
-def _reused(lowered: Lowered) -> bool:
-    """Whether D's value goes anywhere but to D; it must then stay in FP32 until the end."""
-    d = lowered.stores[0].compute
-    return len(lowered.stores) > 1 or lowered.computes[-1].name != d
+def _mainloop_options(spec: KernelSpec) -> str:
+    """Spell the main loop's further template arguments, none for the usual one."""
+    means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if _means_taken(spec) == "beside" else []
+    if _config(spec).accumulation == "promoted":
+        means = ["void", "cutlass_ops::NoRows", "true"]
+    if spec.epilogue.block_scales:
+        blocks = [*map(str, footprint.scaled_rows(spec)), *(["cutlass_ops::GroupedScales"] * (spec.form == GROUPED))]
+        means.append(f"cutlass_ops::BlockScales<{', '.join(blocks)}>")
+    if not means and not spec.epilogue.products:
+        return ""
+    options = [_swapped(spec), str(1 + len(spec.epilogue.products)), *means]
+    return "".join(f", {option}" for option in options)
 
 
-def _load(spec: KernelSpec, lowered: Lowered, leaf: str, c_operand: str | None, plain: bool) -> Node:
-    if leaf == ACC:
-        return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
-    place = lowered.place(leaf)
-    if place is not None:
-        visitor = f"cutlass_ops::PlaceInput<{place.functor}, {str(swapped(spec)).lower()}>"
-        return Node(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
-    if leaf in GATHERED:
-        return _gathered_load(spec, leaf, plain)
-    if leaf in spec.epilogue.products:
-        return Node(f"Load_{leaf}", "cutlass_ops::ProductInput", "{}")
-    index = _input_index(spec, leaf)
-    kind, operand = spec.epilogue.inputs[index].kind, spec.inputs[index]
-    element = f"Element_{leaf}"
-    name = f"Load_{leaf}"
-    if kind is Kind.SCALAR:
-        return Node(name, f"cutlass_ops::ScalarInput<{element}>", f"o.{leaf}")
-    if kind is Kind.TILE:
-        return _tile_load(spec, leaf, operand, c_operand)
-    return _vector_load(spec, kind, name, element, f"o.{leaf}", operand.dtype, plain)
-
-
-def _vector_load(
-    spec: KernelSpec, kind: Kind, name: str, element: str, pointer: str, dtype: DType, plain: bool
-) -> Node:
-    shape = _part_shape(spec)
-    if plain:
-        row, groups = along_n(spec, kind), footprint.row_copies(spec)
-        given = f"{shape}, EpilogueTile, {element}" + (f", {groups}" if row and groups > 1 else "")
-        visitor = f"cutlass_ops::{'RowInput' if row else 'ColInput'}<{given}>"
-        if spec.form != DENSE:
-            return Node(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer)
-        return Node(name, visitor, f"{{{pointer}}}")
-    visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
-    distances = "{}"
-    if spec.form != DENSE:
-        own = stride.removesuffix(", _0")
-        distances = f"{{{own.replace(',', '{},')}{{}}, cutlass_ops::batch_strides({pointer}.batches)}}"
-        stride, pointer = f"{own}, cute::Stride<int64_t, int64_t>", f"{pointer}.values"
-    return Node(
-        name,
-        f"fusion::{visitor}<0, {shape}, {element}, ElementCompute, cute::Stride<{stride}>, "
-        f"{dtype.tma_alignment}, false>",
-        f"{{{pointer}, {element}(0), {distances}}}",
+def _kernel(spec: KernelSpec) -> str:
+    config = _config(spec)
+    if config.split_k > 1:
+        warpgroups = 2 if config.schedule == "cooperative" else 1
+        return f"cutlass_ops::SplitKernel<\n    CollectiveMainloop, CollectiveEpilogue, {warpgroups}, SplitK>"
+    batch = "int" if spec.form == DENSE else "cute::Shape<int, int>"
+    return (
+        f"cutlass::gemm::kernel::GemmUniversal<\n    cute::Shape<int, int, int, {batch}>, CollectiveMainloop, "
+        "CollectiveEpilogue, TileScheduler>"
     )
 
 
-def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Node:
-    """Load means of A's rows: where the main loop left them, the kernel before wrote them, or idle warps will have."""
-    name = f"Load_{leaf}"
-    means, index = _config(spec).means, spec.epilogue.gathered.index(leaf)
-    if means == "ahead":
-        pointer = f"o.rows.means + {index} * int64_t(o.problem.m)" if index else "o.rows.means"
-        return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
-    if means == "beside":
-        awaited = f"cutlass_ops::awaited(o.rows, {index})"
-        return _vector_load(spec, Kind.COL, name, "cutlass_ops::Awaited", awaited, f32, plain)
-    visitor = "RowGathered" if along_n(spec, Kind.COL) else "ColGathered"
-    values = {"mean_of_a": "MeanOfRows", "mean_square_of_a": "MeanSquareOfRows"}[leaf]
-    return Node(name, f"cutlass_ops::{visitor}<{_part_shape(spec)}, EpilogueTile, cutlass_ops::{values}<Means>>", "{}")
+# ---- Launch arguments ------------------------------------------------------------------------------------------------
 
 
-def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | None) -> Node:
-    element = f"Element_{leaf}"
-    name = f"Load_{leaf}"
-    if leaf == c_operand:
-        return Node(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
-    layout = _layout(spec, operand)
-    arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
-    stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
-    if operand.aligned:
-        descriptor = (
-            f"using Descriptor_{leaf} = cutlass::epilogue::collective::detail::AuxLoadDescriptor<"
-            f"EpilogueDescriptor, {layout}, {element}>;"
-        )
-        visitor = (
-            f"fusion::Sm90AuxLoad<Descriptor_{leaf}::Stages, typename Descriptor_{leaf}::EpilogueTile, {element}, "
-            f"Stride_{leaf}, typename Descriptor_{leaf}::SmemLayoutAtom, typename Descriptor_{leaf}::CopyOpS2R>"
-        )
-        return Node(name, visitor, arguments, aliases=(stride, descriptor))
-    visitor = f"fusion::Sm90AuxLoad<0, void, {element}, {layout}, void, void, {operand.alignment}, false>"
-    return Node(name, visitor, arguments, aliases=(stride,))
+def _members(spec: KernelSpec, given: Aliases, reductions: Aliases, taken: str | None) -> Aliases:
+    """List what a launch keeps besides the problem, A, B and D."""
+    members = [{"type": field["type"], "name": field["name"]} for field in given]
+    members += [{"type": "cutlass_ops::Parts", "name": r["parts"]} for r in reductions]
+    if taken:
+        members.append({"type": "Rows::Params", "name": "rows"})
+    if spec.form in _WRAPPED:
+        members.append({"type": "cutlass_ops::RowGroups", "name": "groups"})
+    return members
 
 
-def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: bool) -> Node:
-    """Reduce a value, in several ways at once where there are several outputs."""
-    name, kind = group[0].name, group[0].kind
-    by_columns = along_n(spec, kind)
-    if not plain:
-        (output,) = group
-        operand = next(operand for o, operand in spec.typed_outputs if o.name == name)
-        fold, join, identity = _CUTLASS_REDUCTIONS[str(output.reduce)]
-        visitor, stride = ("Sm90RowReduction", "_0, _1, _0") if by_columns else ("Sm90ColReduction", "_1, _0, _0")
-        return Node(
-            f"Reduce_{name}",
-            f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, Element_{name}, ElementCompute, Round, "
-            f"cute::Stride<{stride}>, {operand.dtype.tma_alignment}, false>",
-            f"{{o.{name}, {identity}, {{}}}}",
-            (value,),
-        )
-    visitor, sides = "RowReduction" if by_columns else "ColReduction", 2 if _config(spec).side_by_side else 1
-    ways = [f"cutlass_ops::reduce::{REDUCERS[str(o.reduce)]}" for o in group]
-    way, element, pointers = ways[0], f"Element_{name}", f"o.{name}"
-    if len(group) > 1:
-        way = f"cutlass_ops::reduce::Together<{', '.join(ways)}>"
-        element = f"cutlass_ops::Elements<{', '.join(f'Element_{o.name}' for o in group)}>"
-        pointers = "".join(f"{{o.{o.name}, " for o in group[:-1]) + f"{{o.{group[-1].name}}}" + "}" * (len(group) - 1)
-    return Node(
-        f"Reduce_{name}",
-        f"cutlass_ops::{visitor}<{way}, {_part_shape(spec)}, EpilogueTile, {element}, {sides}>",
-        f"{{{pointers}, o.{_parts(group[0])}}}",
-        (value,),
-    )
+def _reader(spec: KernelSpec, given: Aliases) -> dict[str, Any]:
+    """Say how a call's arguments are read."""
+    cls, name = _OPERANDS.get(spec.form), READERS[spec.form]
+    a, b = ("rows", "weights") if spec.form == GROUPED else ("input", "input")
+    after = [f"o.{field['name']} = {field['read']};" for field in given]
+    if spec.form in _WRAPPED:
+        after.insert(0, f"o.groups = {name}.groups(o.problem);")
+    if cls:
+        after.append(f"{name}.check();")
+    return {
+        "before": [f"cutlass_ops::{cls} {name}(call);"] if cls else [],
+        "name": name,
+        "a": a,
+        "b": b,
+        "after": after,
+    }
 
 
-def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Node:
-    index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
-    operand = spec.outputs[index]
-    name, element = output.name, f"Element_{output.name}"
-    layout = _layout(spec, operand)
-    if not operand.aligned:
-        return _direct_store(name, element, layout, str(operand.alignment), value)
-    if plain:
-        by_columns, sides = oriented(spec, operand).major == "col", 2 if _config(spec).side_by_side else 1
-        given = f"{_part_shape(spec)}, EpilogueTile, {element}, {str(by_columns).lower()}, {sides}"
-        return Node(f"Store_{name}", f"cutlass_ops::TileOutput<{given}>", f"o.{name}", (value,))
-    descriptor = (
-        f"using Descriptor_{name} = cutlass::epilogue::collective::detail::AuxStoreDescriptor<"
-        f"EpilogueDescriptor, {layout}, {element}>;"
-    )
-    return Node(
-        f"Store_{name}",
-        f"fusion::Sm90AuxStore<Descriptor_{name}::Stages, typename Descriptor_{name}::EpilogueTile, {element}, Round, "
-        f"typename Descriptor_{name}::Stride, typename Descriptor_{name}::SmemLayoutAtom, "
-        f"typename Descriptor_{name}::CopyOpR2S>",
-        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<typename Descriptor_{name}::Stride>(o.{name})}}",
-        (value,),
-        (descriptor,),
-    )
+def _problem(spec: KernelSpec) -> str:
+    """Spell the extents in the kernel's orientation. Two weights lie beside each other along N."""
+    columns = "2 * o.problem.n" if spec.epilogue.products else "o.problem.n"
+    first, second = (columns, "o.problem.m") if swapped(spec) else ("o.problem.m", columns)
+    batch = "1" if spec.form == DENSE else "cutlass_ops::batch_shape(o.problem)"
+    return f"{{{first}, {second}, o.problem.k, {batch}}}"
 
 
-def _direct_store(name: str, element: str, layout: str, alignment: str, value: int) -> Node:
-    """Store from registers, for tensors that the bulk copy engine cannot address."""
-    return Node(
-        f"Store_{name}",
-        f"fusion::Sm90AuxStore<0, void, {element}, Round, {layout}, void, void, {alignment}, false>",
-        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<cutlass::detail::TagToStrideC_t<{layout}>>(o.{name})}}",
-        (value,),
-    )
+def _mainloop_arguments(spec: KernelSpec) -> str:
+    """Spell the main loop's arguments: A and B, a second weight, and what is taken beside them."""
+    order = ("b", "a") if swapped(spec) else ("a", "b")
+    spelled = [
+        f"o.{name}.ptr<Element{name.upper()}>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
+        for side, name in zip("AB", order, strict=True)
+    ]
+    side = "A" if swapped(spec) else "B"
+    products = [
+        f"o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
+        for name in spec.epilogue.products
+    ]
+    spelled += products
+    if _means_taken(spec) == "beside":
+        spelled.append("o.rows" if products else "nullptr, {}, o.rows")
+    if spec.epilogue.block_scales:
+        rows, columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
+        spelled.append(f"nullptr, {{}}, {{}}, {{o.{rows}, o.{columns}}}")
+    found = "{" + ",\n         ".join(spelled) + "}"
+    return f"{{{found}, o.groups}}" if spec.form in _WRAPPED else found
+
+
+def _epilogue_arguments(spec: KernelSpec, c_name: str | None) -> str:
+    """Spell the epilogue's arguments: the visitors', C and D, and what is around these."""
+    c = f"o.{c_name}.ptr<Element_{c_name}>()" if c_name else "nullptr"
+    c_stride = f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_name})" if c_name else "{}"
+    d = "o.d.ptr<ElementD>()" if spec.d.aligned else "nullptr"
+    found = f"{{epilogue, {c}, {c_stride},\n         {d}, cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)}}"
+    if spec.epilogue.quantized is not None:
+        found = f"{{{found}, o.{D_SCALE}}}"
+    return f"{{{found}, o.groups}}" if spec.form == GROUPED else found

@@ -17,11 +17,13 @@ from typing import get_args
 import numpy as np
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.arch import WGMMA
 from cutlass_ops.declare.chips import peaks_of
-from cutlass_ops.declare.config import Means, Schedule, Sm90Config
+from cutlass_ops.declare.config import Means
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
+from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 from cutlass_ops.kinds.spreads import Groups
 from cutlass_ops.kinds.traits import Extent, odd
 
@@ -83,76 +85,32 @@ class PerSchedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """The model's parameters of a chip.
+    """The model's parameters of a chip."""
 
-    Attributes
-    ----------
-    multiprocessors : int
-        Number of SMs.
-    multiprocessors_in_fours : int
-        Number of SMs that clusters of four or more can use at a time. A cluster cannot span GPCs.
-    clock : float
-        Effective clock of the Tensor Cores under a short load, in GHz.
-    fill : float
-        Bytes per nanosecond that one SM loads into shared memory.
-    l2 : float
-        L2 cache bandwidth of all SMs, in bytes per nanosecond.
-    lookups : float
-        L2 cache lookups per nanosecond: one per clock and slice.
-    dram : float
-        Device memory bandwidth that kernels reach, in bytes per nanosecond.
-    overlap : float
-        How well work overlaps with device memory: the sharpness of their soft maximum.
-    launch : PerSchedule
-        Microseconds from one kernel to the next, including the first loads.
-    cluster : float
-        Microseconds that the blocks of a cluster wait for each other at the start.
-    throttle : float
-        Relative slowdown of long kernels: power and heat lower the clock.
-    throttle_after : float
-        Time constant of the throttling, in microseconds.
-    reread : float
-        Fraction of B that each further row of tiles reads from device memory again.
-    straddle : float
-        Factor on the bytes read of an operand whose lines are not aligned to the L2 cache's: 128 bytes then lie in two
-        cache lines.
-    multicast : float
-        A multicast to n blocks divides L2 cache reads by n to this power; 1 would be ideal.
-    merge : float
-        Factor by which reads of an operand decrease if a GPC takes a run of tiles.
-    alone : float
-        Extra microseconds for a launch that does not overlap with the previous kernel.
-    split : float
-        Microseconds for stream-K to add up the parts of a 128 x 128 tile.
-    meet : float
-        Microseconds that blocks that split K wait for each other.
-    exchange : float
-        Microseconds for a block to send a whole 128 x 128 tile to the blocks that split K with it.
-    epilogue : PerSchedule
-        Microseconds for an exposed epilogue of a 128 x 128 tile.
-    """
-
-    multiprocessors: int
+    multiprocessors: int  # number of SMs
+    # Number of SMs that clusters of four or more can use at a time. A cluster cannot span GPCs.
     multiprocessors_in_fours: int
-    clock: float
-    fill: float
-    l2: float
-    lookups: float
-    dram: float
-    overlap: float
-    launch: PerSchedule
-    cluster: float
-    throttle: float
-    throttle_after: float
-    reread: float
+    clock: float  # effective clock of the Tensor Cores under a short load, in GHz
+    fill: float  # bytes per nanosecond that one SM loads into shared memory
+    l2: float  # L2 cache bandwidth of all SMs, in bytes per nanosecond
+    lookups: float  # L2 cache lookups per nanosecond: one per clock and slice
+    dram: float  # device memory bandwidth that kernels reach, in bytes per nanosecond
+    overlap: float  # how well work overlaps with device memory: the sharpness of their soft maximum
+    launch: PerSchedule  # microseconds from one kernel to the next, including the first loads
+    cluster: float  # microseconds that the blocks of a cluster wait for each other at the start
+    throttle: float  # relative slowdown of long kernels: power and heat lower the clock
+    throttle_after: float  # time constant of the throttling, in microseconds
+    reread: float  # fraction of B that each further row of tiles reads from device memory again
+    # Factor on the bytes read of an operand whose lines are not aligned to the L2 cache's: 128 bytes then lie in two
+    # cache lines
     straddle: float
-    multicast: float
-    merge: float
-    alone: float
-    split: float
-    meet: float
-    exchange: float
-    epilogue: PerSchedule
+    multicast: float  # A multicast to n blocks divides L2 cache reads by n to this power; 1 would be ideal
+    merge: float  # factor by which reads of an operand decrease if a GPC takes a run of tiles
+    alone: float  # extra microseconds for a launch that does not overlap with the previous kernel
+    split: float  # microseconds for stream-K to add up the parts of a 128 x 128 tile
+    meet: float  # microseconds that blocks that split K wait for each other
+    exchange: float  # microseconds for a block to send a whole 128 x 128 tile to the blocks that split K with it
+    epilogue: PerSchedule  # microseconds for an exposed epilogue of a 128 x 128 tile
 
 
 H100 = Costs(
@@ -198,28 +156,17 @@ class Taking:
 
     ``benchmarks/fit_means.py`` fitted them to ``benchmarks/results/sweep_means_h100.json``. Since then, idle warps of
     persistent kernels no longer keep A's rows in registers; their costs were set by eye (``benchmarks/NOTES.md``).
-
-    Attributes
-    ----------
-    gathered, gathered_row : float
-        Microseconds for gathering in the main loop: per tile, and per row of the tile.
-    ahead, ahead_rate : float
-        Start time in microseconds of a kernel before the GEMM, and the bytes per nanosecond at which it reads A.
-    beside : PerSchedule
-        Microseconds if no epilogue has to wait for the idle warps.
-    beside_after : float
-        Microseconds until these warps have their first rows.
-    beside_rate : PerSchedule
-        Bytes per nanosecond at which the idle warps of all SMs read A.
     """
 
+    # Microseconds for gathering in the main loop: per tile, and per row of the tile
     gathered: float
     gathered_row: float
+    # Start time in microseconds of a kernel before the GEMM, and the bytes per nanosecond at which it reads A
     ahead: float
     ahead_rate: float
-    beside: PerSchedule
-    beside_after: float
-    beside_rate: PerSchedule
+    beside: PerSchedule  # microseconds if no epilogue has to wait for the idle warps
+    beside_after: float  # microseconds until these warps have their first rows
+    beside_rate: PerSchedule  # bytes per nanosecond at which the idle warps of all SMs read A
 
 
 TAKING = Taking(
@@ -235,41 +182,24 @@ TAKING = Taking(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Configurations as arrays of shape (1, configurations), so that the times of thousands take milliseconds.
+    """Configurations as arrays of shape (1, configurations), so that the times of thousands take milliseconds."""
 
-    Attributes
-    ----------
-    tile_m, tile_n, cluster_m, cluster_n : array
-        Extents along the problem's M and N.
-    wgmma_m, wgmma_n, tile_k : array
-        Extents of a tile in the kernel's orientation.
-    part : array
-        Size of one block's epilogue, in tiles of 128 x 128.
-    split_k : array
-        Number of blocks that share a tile's K.
-    resident : array
-        Number of blocks that an SM has room for.
-    schedule : array
-        Index of the schedule in :data:`SCHEDULES`.
-    means : array
-        Index of the way to compute means of A's rows in :data:`WAYS`.
-    stream_k, by_gpc : array
-        Whether tiles are split by stream-K, and whether each GPC takes a run of tiles. The latter may have a further
-        dimension before the others, for several orders of tiles at once, as their times then have.
-    """
-
+    # Extents along the problem's M and N
     tile_m: Floats
     tile_n: Floats
     cluster_m: Floats
     cluster_n: Floats
+    # Extents of a tile in the kernel's orientation
     wgmma_m: Floats
     wgmma_n: Floats
     tile_k: Floats
-    part: Floats
-    split_k: Floats
-    resident: Floats
-    schedule: Places
-    means: Places
+    part: Floats  # size of one block's epilogue, in tiles of 128 x 128
+    split_k: Floats  # number of blocks that share a tile's K
+    resident: Floats  # number of blocks that an SM has room for
+    schedule: Places  # index of the schedule in :data:`SCHEDULES`
+    means: Places  # index of the way to compute means of A's rows in :data:`WAYS`
+    # Whether tiles are split by stream-K, and whether each GPC takes a run of tiles. The latter may have a further
+    # dimension before the others, for several orders of tiles at once, as their times then have.
     stream_k: Flags
     by_gpc: Flags
 
@@ -300,34 +230,17 @@ def _numbers(config: Sm90Config) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How configurations cover problems. All arrays have the shape (problems, configurations), or meet it.
+    """How configurations cover problems. All arrays have the shape (problems, configurations), or meet it."""
 
-    Attributes
-    ----------
-    rows, columns : array
-        Number of tiles along M and N of each GEMM of the problem, rounded up to whole clusters.
-    tiles : array
-        Number of tiles of all GEMMs.
-    steps : array
-        K steps of a thread block per tile.
-    waves : array
-        Number of waves of tiles.
-    active : array
-        Number of blocks that work in a full wave.
-    beside : array
-        Number of blocks on the SM that has most in a full wave.
-    rereads : array
-        How often a GEMM's B is read again, since it has more than one row of clusters.
-    """
-
+    # Number of tiles along M and N of each GEMM of the problem, rounded up to whole clusters
     rows: Floats
     columns: Floats
-    tiles: Floats
-    steps: Floats
-    waves: Floats
-    active: Floats
-    beside: Floats
-    rereads: Floats
+    tiles: Floats  # number of tiles of all GEMMs
+    steps: Floats  # K steps of a thread block per tile
+    waves: Floats  # number of waves of tiles
+    active: Floats  # number of blocks that work in a full wave
+    beside: Floats  # number of blocks on the SM that has most in a full wave
+    rereads: Floats  # how often a GEMM's B is read again, since it has more than one row of clusters
 
 
 def grid(batch: Batch, problems: Problems, chip: Costs) -> Grid:
@@ -370,40 +283,24 @@ def times(
     batch: Batch,
     problems: Problems,
     chip: Costs = H100,
-    widths: tuple[int, int] = _16_BITS,
+    widths: tuple[float, float] = _16_BITS,
     lines: tuple[Extent, Extent] = ("k", "k"),
     cover: Grid | None = None,
 ) -> Floats:
-    """Return kernels' times in microseconds.
+    """Return kernels' times in microseconds: FP64, with shape (problems, configurations).
 
-    Parameters
-    ----------
-    batch : Batch
-        Legal configurations.
-    problems : sequence of Problem or Extents
-        Each extent at least 1.
-    chip : Costs
-        Parameters of the chip.
-    widths : tuple of int
-        Bytes of an element of A and of B, and of D.
-    lines : tuple of {"m", "n", "k"}
-        The extents that are contiguous in A and in B: K, unless A is column-major or B row-major.
-    cover : Grid, optional
-        The result of :func:`grid`, if it is known.
-
-    Returns
-    -------
-    array
-        FP64, with shape (problems, configurations).
+    Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A and B, and of D.
+    `lines` are the extents that are contiguous in A and in B: K, unless A is column-major or B row-major. `cover` is
+    the result of :func:`grid`, if it is known.
     """
     m, n, k, gemms = Extents.of(problems)
     cover = cover or grid(batch, problems, chip)
     element_bytes, d_bytes = widths
 
     # One K step of one tile, in microseconds.
-    instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
-    products = arch.WGMMA_M * batch.wgmma_n * arch.WGMMA_K_BYTES / _PRODUCT_BYTES_PER_CLOCK
-    operands = (arch.WGMMA_M + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
+    instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / WGMMA.k_bytes
+    products = WGMMA.m * batch.wgmma_n * WGMMA.k_bytes / _PRODUCT_BYTES_PER_CLOCK
+    operands = (WGMMA.m + batch.wgmma_n) * WGMMA.k_bytes / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
@@ -452,7 +349,7 @@ def means(
     problems: Problems,
     times: Floats,
     chip: Costs = H100,
-    element_bytes: int = _16_BITS[0],
+    element_bytes: float = _16_BITS[0],
     taking: Taking = TAKING,
     cover: Grid | None = None,
 ) -> Floats:
@@ -462,22 +359,7 @@ def means(
     idle warps read A during the main loop, and an epilogue waits if they have not reached its rows. The model assumes
     the usual order of tiles for such kernels, with new rows last (:func:`cutlass_ops.declare.device.with_order`).
 
-    Parameters
-    ----------
-    batch : Batch
-        Legal configurations.
-    problems : sequence of Problem or Extents
-        Each extent at least 1.
-    times : array
-        Microseconds without means, with shape (problems, configurations).
-    chip
-        As for :func:`times`.
-    element_bytes : int
-        Bytes of an element of A.
-    taking : Taking
-        Costs of each way.
-    cover : Grid, optional
-        The result of :func:`grid`, if it is known.
+    `times` are those without means, of the same shape, and `element_bytes` is the size of an element of A.
     """
     m, _, k, gemms = Extents.of(problems)
     rows = gemms * m
@@ -501,7 +383,7 @@ def means(
     return chosen
 
 
-def realigning(a: bool, b: bool, problems: Problems, element_bytes: int) -> Floats:
+def realigning(a: bool, b: bool, problems: Problems, element_bytes: float) -> Floats:
     """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
     m, n, k, gemms = Extents.of(problems)
     if not a and not b:
@@ -522,21 +404,9 @@ def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
 
 
 def computing(
-    batch: Batch, problems: Problems, clocks: float, weights: int = 1, element_bytes: int = 2, chip: Costs = H100
+    batch: Batch, problems: Problems, clocks: float, weights: int = 1, element_bytes: float = 2, chip: Costs = H100
 ) -> Floats:
-    """Return the extra microseconds of a long epilogue, with shape (problems, configurations).
-
-    Parameters
-    ----------
-    batch, problems, chip
-        As for :func:`times`.
-    clocks : float
-        How much longer than usual a warp alone on its scheduler takes for an element of each thread.
-    weights : int
-        Number of weights that share a tile.
-    element_bytes : int
-        Bytes of an element of A and of B.
-    """
+    """Return the extra microseconds of a long epilogue, with shape (problems, configurations)."""
     cover = grid(batch, problems, chip)
     pingpong = batch.schedule == SCHEDULES.index("pingpong")
     groups = np.where(batch.schedule == SCHEDULES.index("cooperative"), 2.0, 1.0)
@@ -553,15 +423,12 @@ def computing(
 
 
 def scattering(problems: Problems) -> Floats:
-    """Return the extra microseconds for storing single elements of D, with shape (problems, 1).
-
-    This applies if D is aligned to one element and the kernel computes D, not its transpose.
-    """
+    """Return the extra microseconds for storing single elements of D, with shape (problems, 1)."""
     m, n, _, gemms = Extents.of(problems)
     return _SCATTERED * m * n * gemms * 1e-6
 
 
-def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
+def _rows(extent: Floats, line: Extent, element_bytes: float) -> Floats:
     """Return the number of rows in which an operand's tile is copied, relative to rows of 128 bytes.
 
     If the operand is not K-major, a row is as wide as the widest swizzle that divides the tile: a tile of 176 columns
@@ -577,19 +444,11 @@ def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
 
 
 def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
-    """Return a block's L2 cache requests per 128 bytes of an operand.
-
-    Parameters
-    ----------
-    lines_are_odd : array
-        Whether the operand's lines are :func:`cutlass_ops.kinds.traits.odd`.
-    sharing : array
-        Number of blocks that share a multicast and issue its requests in turn.
-    """
+    """Return a block's L2 cache requests per 128 bytes of an operand."""
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
-def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, widths: tuple[int, int] = _16_BITS) -> float:
+def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, widths: tuple[float, float] = _16_BITS) -> float:
     """Return :func:`times` for one configuration and one problem."""
     return times(Batch.of([config]), [problem], chip, widths).item()
 

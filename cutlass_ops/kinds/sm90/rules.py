@@ -10,24 +10,25 @@ from collections.abc import Iterator
 from math import gcd
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, f32, i8
-from cutlass_ops.base.mma import BLOCK_K, mma_of
-from cutlass_ops.declare.config import ClusterShape, Sm90Config
+from cutlass_ops.base.arch import WGMMA
+from cutlass_ops.base.dtypes import f32, i32
+from cutlass_ops.base.mma import BLOCK_K, mma_of, sums_of, unit_of
+from cutlass_ops.declare.config import ClusterShape
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, copied, loaded
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.kind import Broken, Rule
 from cutlass_ops.kinds.serving import (
     beside_each_other,
     d_alone,
     paired,
     plain_epilogue,
-    sm80_serves,
     source_name,
     takes_means,
     whole_lines,
 )
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.sm90.footprint import (
     block_memory,
     epilogue_tile,
@@ -74,13 +75,13 @@ def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
                 f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
                 f"{operand.dtype.tma_alignment} elements",
                 ({"realign": True},),
-                f"pad {name}'s leading dimension{', use an Sm80Config' if sm80_serves(spec) else ''}",
+                lambda others, name=name: ", use ".join([f"pad {name}'s leading dimension", *others]),  # type: ignore[misc]
             )
 
 
 def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if config.realign and mma is not None and not mma.copyable:
+    unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
+    if config.realign and unit is not None and not unit.copyable:
         yield Broken(
             f"realign is True, and a is {spec.a} and b is {spec.b}: operands of these types are not copied",
             ({"realign": False},),
@@ -94,7 +95,7 @@ def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    m, step = config.threadblock.m, arch.WGMMA_M
+    m, step = config.threadblock.m, WGMMA.m
     if m % step or (config.schedule == "cooperative" and m == step):
         least = f", from {2 * step}" if config.schedule == "cooperative" else ""
         yield Broken(
@@ -109,13 +110,13 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
     if not config.side_by_side:
         return
     where = f"threadblock.m is {config.threadblock.m} with schedule 'cooperative', whose warpgroups then share columns"
-    step = 2 * arch.WGMMA_N_STEP
+    step = 2 * WGMMA.n_step
     if config.threadblock.n % step:
         yield f"{where}: use a multiple of {step} for threadblock.n"
     operand, half = sides(spec)[1], config.threadblock.n // 2
     # An N-major tile is stored in column blocks as wide as the widest swizzle that divides it. Half of the tile must be
     # whole blocks or part of a single one.
-    width = gcd(config.threadblock.n, arch.SWIZZLE_BYTES[0] // spec.a.dtype.bytes)
+    width = gcd(config.threadblock.n, spec.a.dtype.count_in(arch.SWIZZLE_BYTES[0]))
     if not operand.k_major and half % width and width % half:
         yield (
             f"{where}, and half of {config.threadblock.n} columns ends inside one of the blocks of {width} columns in "
@@ -142,15 +143,15 @@ def _tile_n(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             f"threadblock.n is {n}, of which a warpgroup has {each}, and wgmma of {spec.a.dtype} has N of 8, 24 and "
             "multiples of 16; use one of these"
         )
-    if n % arch.WGMMA_N_STEP or n > arch.WGMMA_N_MAX:
+    if n % WGMMA.n_step or n > WGMMA.n_max:
         yield (
-            f"threadblock.n is {n}: wgmma has N from {arch.WGMMA_N_STEP} to {arch.WGMMA_N_MAX} in steps of "
-            f"{arch.WGMMA_N_STEP}; use one of these"
+            f"threadblock.n is {n}: wgmma has N from {WGMMA.n_step} to {WGMMA.n_max} in steps of "
+            f"{WGMMA.n_step}; use one of these"
         )
 
 
 def _tile_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    step = arch.WGMMA_K_BYTES // spec.a.dtype.bytes
+    step = spec.a.dtype.count_in(WGMMA.k_bytes)
     if config.threadblock.k % step:
         yield f"threadblock.k is {config.threadblock.k}: wgmma takes {step} elements along K; use a multiple of that"
 
@@ -167,7 +168,7 @@ def _tile_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
 
 def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     epi_n, columns = epilogue_tile(spec)[1], output_tile(spec).n
-    if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
+    if epi_n % WGMMA.n_step == 0 and epi_n & (epi_n - 1):
         each = max(1, config.threadblock.n // columns)
         yield Broken(
             f"threadblock is {config.threadblock}, and a block's part of D has {columns} columns: CUTLASS's epilogue "
@@ -182,8 +183,8 @@ def _stored_lines(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if not plain_epilogue(spec):  # else threads store the others
         tiles += [(f"output {o.name}", t) for o, t in spec.typed_outputs if o.reduce is None]
     for name, operand in tiles:
-        least = arch.UNSWIZZLED_BYTES // operand.dtype.bytes
-        if least <= arch.WGMMA_N_STEP:
+        least = operand.dtype.count_in(arch.UNSWIZZLED_BYTES)
+        if least <= WGMMA.n_step:
             continue  # a multiple of that is enough
         by_lines = oriented(spec, operand).major == "row" and (
             operand.aligned or name == "d"
@@ -231,8 +232,9 @@ def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             )
         return
     what, fast = f"accumulation is {config.accumulation!r}", ({"accumulation": "fast"},)
-    if spec.a.dtype not in FP8:
-        kept = "exactly" if spec.a.dtype is i8 else "in FP32"
+    unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
+    if unit is None or not unit.scalings:
+        kept = "exactly" if _sums_are_whole(spec) else "in FP32"
         yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up {kept}", fast)
     if config.threadblock.k != BLOCK_K:
         yield Broken(
@@ -300,7 +302,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             f"{what} with cluster {config.cluster}, and the blocks that split K are the cluster",
             ({"cluster": ClusterShape(1, 1)}, whole),
         )
-    step = arch.WGMMA_N_STEP * config.split_k
+    step = WGMMA.n_step * config.split_k
     if config.threadblock.n % step:
         yield Broken(
             f"{what}, and each block finishes a part of the tile's columns",
@@ -334,7 +336,7 @@ def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         pad = "" if whole_lines(spec) else "pad the leading dimensions of a and b: "
         yield Broken(
             f"form is {spec.form} and realign is True, and operands are copied to aligned lines for one GEMM",
-            advice=f"{pad}use {a} and {b}" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
+            advice=lambda others: ", or use ".join([f"{pad}use {a} and {b}", *others]),
         )
 
 
@@ -347,6 +349,8 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
             "the host, and only the device knows it",
             _PERSISTENT,
         )
+    if spec.d.dtype is i32:
+        yield f"form is grouped, and d is {spec.d}: sums of groups as they are were not tested; use bf16 or f32"
     if spec.a.major != "row" or spec.d.major != "row":
         yield f"form is grouped, of rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
     tiles = [(f"input {i.name}", t) for i, t in spec.typed_inputs if i.kind is Kind.TILE]
@@ -367,8 +371,12 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
         )
 
 
+def _sums_are_whole(spec: KernelSpec) -> bool:
+    return sums_of(spec.a.dtype, spec.b.dtype) is i32
+
+
 def _integer_sums(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if spec.a.dtype is i8 and not config.whole_k:
+    if _sums_are_whole(spec) and not config.whole_k:
         yield Broken(
             f"a is {spec.a} with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks that split K "
             "exchange sums in FP32",
@@ -414,7 +422,7 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     for operand in sides(spec):
         sharing = peers[operand.side]
         matrices = 1 + len(spec.epilogue.products) if operand.name == "b" else 1
-        tile_bytes = operand.extent // matrices * config.threadblock.k * spec.a.dtype.bytes
+        tile_bytes = spec.a.dtype.bytes_of(operand.extent // matrices * config.threadblock.k)
         if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
             yield (
                 f"cluster is {config.cluster}: {sharing} thread blocks share {operand.name}'s tile of {tile_bytes} "
@@ -493,21 +501,25 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
         )
     tile = config.threadblock
     if swapped(spec):
-        step = 2 * arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
+        step = 2 * WGMMA.m * (2 if config.schedule == "cooperative" else 1)
         if tile.m % step:
             yield f"{where}, and threadblock.m is {tile.m}: use a multiple of {step}, for whole rows of each"
-    elif tile.n % (2 * arch.WGMMA_N_STEP):
-        yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * arch.WGMMA_N_STEP}"
+    elif tile.n % (2 * WGMMA.n_step):
+        yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * WGMMA.n_step}"
 
 
-def _paired_reduction(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+def _paired_reduction(spec: KernelSpec, _: Sm90Config) -> Iterator[Broken]:
     if not plain_epilogue(spec):
-        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
         for name in paired(spec):
-            yield (
-                f"output {name} is a reduction that keeps two numbers, and CUTLASS's own epilogue keeps one: give d 16 "
-                f"bytes of alignment, read at most one tile, and store none besides d{other}"
+            yield Broken(
+                f"output {name} is a reduction that keeps two numbers, and CUTLASS's own epilogue keeps one",
+                advice=_for_a_plain_epilogue,
             )
+
+
+def _for_a_plain_epilogue(others: list[str]) -> str:
+    what = "give d 16 bytes of alignment, read at most one tile, and store none besides d"
+    return "; or use ".join([what, *others])
 
 
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
@@ -539,7 +551,7 @@ def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     epi_m, epi_n = epilogue_tile(spec)
     warps = 8 if config.schedule == "cooperative" else 4
-    needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
+    needed, there = f32.bytes_of(warps * config.threadblock.n), spec.d.dtype.bytes_of(epi_m * epi_n)
     if needed > there and not plain_epilogue(spec):
         for name in reduced_along_m(spec):
             yield Broken(
@@ -550,12 +562,11 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             )
 
 
-def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[Broken]:
     if spec.epilogue.swaps_pairs and not plain_epilogue(spec):
-        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
-        yield (
-            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue does not support that: give d 16 "
-            f"bytes of alignment, read at most one tile, and store none besides d{other}"
+        yield Broken(
+            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue does not support that",
+            advice=_for_a_plain_epilogue,
         )
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import product
 from typing import get_args
 
-from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, i8
-from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.config import ClusterShape, Means, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.base.arch import WGMMA
+from cutlass_ops.base.dtypes import FP8, DType, i32
+from cutlass_ops.base.mma import BLOCK_K, sums_of
+from cutlass_ops.declare.config import ClusterShape, Means, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
@@ -20,7 +21,7 @@ _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "cooperative": (128, 192, 256),
 }
 _SIDES = {m for each in _TILES_M.values() for m in each}
-_TILES_N = range(arch.WGMMA_N_STEP, arch.WGMMA_N_MAX + 1, arch.WGMMA_N_STEP)
+_TILES_N = range(WGMMA.n_step, WGMMA.n_max + 1, WGMMA.n_step)
 _TILES_K_BYTES = (64, 128, 256, 512)
 _USUAL_K_BYTES = 128
 _STAGE_BYTES = 48 * 1024
@@ -34,7 +35,7 @@ _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
     """Yield all combinations of schedule, tile, cluster, orientation and K splitting, with the most stages that fit."""
     ways = get_args(Means) if signature.epilogue.gathered else ("gathered",)
-    of = _all(signature.a.dtype.bytes)
+    of = _all(signature.a.dtype)
     if signature.promoted:
         of = (replace(c, accumulation="promoted") for c in of if c.threadblock.k == BLOCK_K and c.split_k == 1)
     return (replace(c, means=means, realign=signature.realigns) for c in of for means in ways)
@@ -52,7 +53,7 @@ def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
     """
     if signature.epilogue.quantized is None:
         return _FEW_ROWS_OF_FP8 if signature.a.dtype in FP8 and signature.form == DENSE else ()
-    products, k = 1 + len(signature.epilogue.products), _USUAL_K_BYTES // signature.a.dtype.bytes
+    products, k = 1 + len(signature.epilogue.products), signature.a.dtype.count_in(_USUAL_K_BYTES)
     clusters = [ClusterShape(*each) for each in _CLUSTERS]
     rows: dict[Schedule, tuple[int, ...]] = {"pingpong": (64,), "cooperative": (128,)}
     found = [(BLOCK_K, schedule, m, each) for schedule in rows for m in rows[schedule] for each in clusters]
@@ -69,8 +70,8 @@ _FEW_ROWS_OF_FP8 = tuple(
 )
 
 
-def _all(element_bytes: int) -> Iterator[Sm90Config]:
-    tiles_k = [k // element_bytes for k in _TILES_K_BYTES]
+def _all(dtype: DType) -> Iterator[Sm90Config]:
+    tiles_k = [dtype.count_in(k) for k in _TILES_K_BYTES]
     for schedule, rows in _TILES_M.items():
         for m, n, k, cluster, swap in product(rows, _TILES_N, tiles_k, _CLUSTERS, (False, True)):
             # D is stored in pieces of 16 bytes, 8 columns, unless the kernel computes D^T.
@@ -78,7 +79,7 @@ def _all(element_bytes: int) -> Iterator[Sm90Config]:
                 continue
             config = Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
             yield config
-            if schedule == "warp_specialized" and cluster == (1, 1) and (m + n) * k * element_bytes <= _STAGE_OF_TWO:
+            if schedule == "warp_specialized" and cluster == (1, 1) and dtype.bytes_of((m + n) * k) <= _STAGE_OF_TWO:
                 yield replace(config, resident=2)
             if schedule == "cooperative" and cluster in _SPLIT_CLUSTERS:
                 yield replace(config, scheduler="stream_k")
@@ -121,7 +122,7 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
         yield config
         yield replace(config, schedule="cooperative")
         return
-    if signature.form != DENSE or signature.a.dtype is i8:
+    if signature.form != DENSE or sums_of(signature.a.dtype, signature.b.dtype) is i32:
         config = replace(config, split_k=1, scheduler="persistent")
     if signature.form == DENSE and signature.realigns:
         config = replace(config, realign=True)
@@ -135,7 +136,14 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
         yield from (replace(like, means=way) for way in others if way != config.means)
 
 
-def is_usual(config: Sm90Config, element_bytes: int) -> bool:
+def usual(signature: OpSignature) -> Iterator[Sm90Config]:
+    """Yield configurations of which one is legal if any is: the wider tile is for whole scales of two weights."""
+    k = signature.a.dtype.count_in(_USUAL_K_BYTES)
+    for n in (128, 256):
+        yield from variants(signature, Sm90Config(ThreadblockShape(128, n, k), schedule="cooperative"))
+
+
+def is_usual(config: Sm90Config, dtype: DType) -> bool:
     """Return whether a tile has the usual K extent and orientation.
 
     The usual K is the largest with which a stage has at most 48 KiB: fewer barriers, and still enough stages. The usual
@@ -143,9 +151,9 @@ def is_usual(config: Sm90Config, element_bytes: int) -> bool:
     """
     tile = config.threadblock
     if config.accumulation == "promoted":
-        return not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
+        return not config.swap_ab or tile.n <= WGMMA.m or tile.n not in _SIDES
     most = _STAGE_BYTES if config.resident == 1 else _STAGE_OF_TWO
     wider = (k for k in _TILES_K_BYTES if k > _USUAL_K_BYTES and (tile.m + tile.n) * k <= most)
-    return tile.k * element_bytes == max(wider, default=_USUAL_K_BYTES) and (
-        not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
+    return dtype.bytes_of(tile.k) == max(wider, default=_USUAL_K_BYTES) and (
+        not config.swap_ab or tile.n <= WGMMA.m or tile.n not in _SIDES
     )

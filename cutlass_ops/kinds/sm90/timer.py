@@ -1,4 +1,4 @@
-"""The time of Sm90 kernels for a signature: the model, plus work besides the GEMM."""
+"""The time of Sm90 kernels for a signature: the model, plus work besides the GEMM; and orders worth measuring."""
 
 from __future__ import annotations
 
@@ -8,35 +8,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.config import Means
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import Raster, TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90 import model
-from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.spreads import ASSUMED
 from cutlass_ops.kinds.traits import Traits
 
+_ORDERS: dict[Raster, tuple[int, ...]] = {"along_m": (1, 2), "along_n": (1, 2, 4)}
+_SWIZZLES_BY_GPC = (1, 2, 4)
+WAVES_BY_GPC = 2  # the most for which an order by GPC is worth trying
 # Orders of tiles of which times are computed together: the usual one, and by GPC.
 _EITHER_ORDER = np.array([False, True]).reshape(2, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Sm90Timer:
-    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`.
+    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    Attributes
-    ----------
-    traits : Traits
-        Traits of the signature.
-    batch : Batch
-        The configurations with the usual order of tiles.
-    ordered, copies, swapped : array
-        Whether their tiles have several orders, they copy operands first, or compute the transpose: shape (1,
-        configurations).
-    """
-
-    traits: Traits
-    batch: model.Batch
+    traits: Traits  # traits of the signature
+    batch: model.Batch  # the configurations with the usual order of tiles
+    # Whether their tiles have several orders, they copy operands first, or compute the transpose: shape (1,
+    # configurations)
     ordered: Flags
     copies: Flags
     swapped: Flags
@@ -53,10 +49,7 @@ class Sm90Timer:
         return Sm90Timer(self.traits, self.batch.take(places), *flags)
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
-        """Return times in microseconds with the better order of tiles, and whether that is the order by GPC.
-
-        Of groups, whose sizes nobody knows, it is the mean over those that are assumed.
-        """
+        """Return times in microseconds with the better order of tiles, and whether that is the order by GPC."""
         extents = Extents.of(problems)
         if self.traits.grouped:
             found = self._times_of_groups(extents, device)
@@ -66,10 +59,7 @@ class Sm90Timer:
         return better + self._besides(extents, better, device, cover), by_gpc
 
     def besides(self, problems: Problems, device: Device) -> Floats:
-        """Return microseconds for what is no part of a plain GEMM.
-
-        That is means of A's rows, copies of operands, stores of single elements of D, and sums added up in FP32.
-        """
+        """Return microseconds for what is no part of a plain GEMM."""
         extents = Extents.of(problems)
         cover, times = None, np.zeros((1, 1))
         if self.traits.gathers:  # only means depend on how long the product takes
@@ -112,10 +102,7 @@ class Sm90Timer:
         return np.minimum(usual, by_gpc), by_gpc < usual
 
     def _times_of_groups(self, extents: Extents, device: Device) -> Floats:
-        """Return the geometric mean over the spreads that are assumed.
-
-        The least of it is also the least mean loss: how much longer a kernel takes than the best one for each spread.
-        """
+        """Return the geometric mean over the spreads that are assumed."""
         chip, widths = model.costs_of(device), (self.traits.element_bytes, self.traits.d_bytes)
         found: Floats = np.zeros((1, 1))
         for spread in ASSUMED:
@@ -139,8 +126,39 @@ def realigning(traits: Traits, problems: Problems) -> Floats:
     return model.realigning(*traits.copied, problems, traits.element_bytes)
 
 
+def gathering(config: Sm90Config) -> Sm90Config:
+    """Return a configuration with the cheapest way to compute means of A's rows."""
+    means = usual_means(config)
+    return config if config.means == means else replace(config, means=means)
+
+
 def usual_means(config: Sm90Config) -> Means:
     """Return the cheapest way to compute means of A's rows for a tile: gathered if the tile has few rows."""
     (rows, _), _ = config.along_problem
     gathered = model.TAKING.gathered + model.TAKING.gathered_row * rows
     return "gathered" if gathered <= model.TAKING.beside.of(config.schedule) else "beside"
+
+
+def orders(config: Sm90Config, problem: Problem, device: Device) -> list[TileOrder]:
+    """Return every order of a configuration's tiles that is worth measuring at a problem."""
+    if not config.ordered:
+        return []
+    usual = [TileOrder(raster, swizzle) for raster, swizzles in _ORDERS.items() for swizzle in swizzles]
+    return [*usual, *orders_by_gpc(config, problem, device)]
+
+
+def orders_by_gpc(config: Sm90Config, problem: Problem, device: Device) -> list[TileOrder]:
+    """Return the orders by GPC that are worth measuring at a problem, the likeliest first.
+
+    Within a GPC only reads that are not multicast merge, so runs of tiles share the operand that the cluster does not.
+    More than a few waves drift apart in time, and their reads with them.
+    """
+    if not config.ordered:
+        return []
+    if model.grid(model.Batch.of([config]), [problem], model.costs_of(device)).waves.item() > WAVES_BY_GPC:
+        return []
+    cluster = config.cluster
+    rasters: tuple[Raster, ...] = ("along_m", "along_n")
+    if cluster.m != cluster.n:
+        rasters = ("along_n",) if cluster.m > cluster.n else ("along_m",)
+    return [TileOrder(raster, swizzle, by_gpc=True) for raster in rasters for swizzle in _SWIZZLES_BY_GPC]

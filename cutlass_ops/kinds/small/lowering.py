@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import SmallConfig
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.kinds.elementwise import element, flag, placed, read, statements
-from cutlass_ops.kinds.lower import fields, lower, types
-from cutlass_ops.kinds.small import footprint
+from cutlass_ops.kinds.elementwise import element, reads, statements
+from cutlass_ops.kinds.lower import fields, flag, lower, types
+from cutlass_ops.kinds.small.config import SmallConfig
+from cutlass_ops.kinds.small.kind import shared_memory
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
@@ -32,16 +32,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     return types(spec, lowered, "cutlass_ops/places.h") | {
         "tile": f"{tile.m}, {tile.n}, {tile.k}",
         "stages": config.stages,
-        "shared_memory": footprint.shared_memory(spec, config),
+        "shared_memory": shared_memory(spec, config),
         "warps": config.warps,
-        "reads": [
-            *({"name": place.name, "value": placed(place)} for place in lowered.places),
-            *(
-                {"name": i.name, "value": read(i, operand)}
-                for i, operand in spec.typed_inputs
-                if i.name in lowered.leaves
-            ),
-        ],
+        "reads": reads(spec, lowered),
         "lines": [*statements(spec.epilogue, lowered, 1), *stored, f"return {first.compute}[0];"],
         "overlaps": flag(target.capability >= arch.OVERLAPS),
         "fields": [

@@ -7,17 +7,16 @@ of the instructions in ``small.h``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import SmallConfig
 from cutlass_ops.declare.device import Device
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Problems, columns
 from cutlass_ops.kinds.gemv import model as gemv
-from cutlass_ops.kinds.traits import Traits
+from cutlass_ops.kinds.small.config import SmallConfig
+from cutlass_ops.kinds.traits import PlainTimer
 
 _INSTRUCTIONS = 4 * 1.6e3  # that one SM issues per microsecond
 # Such instructions, or the time of as many: for an access of each lane, whose bytes go to shared memory; for 16x8x16
@@ -43,48 +42,37 @@ class Tiles(NamedTuple):
     def of(cls, configs: Sequence[SmallConfig]) -> Tiles:
         """Return those of some configurations."""
         each = [(c.threadblock.m, c.threadblock.n, c.threadblock.k, c.stages, c.warps) for c in configs]
-        return cls(*np.moveaxis(np.array(each, np.float64).reshape(1, -1, len(cls._fields)), 2, 0))
+        return cls(*columns(each, len(cls._fields)))
 
 
-@dataclass(frozen=True, eq=False)
-class SmallTimer:
+class SmallTimer(PlainTimer):
     """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    tiles: Tiles
-    traits: Traits
-
-    @classmethod
-    def of(cls, configs: Sequence[SmallConfig], traits: Traits) -> SmallTimer:
-        """Return the model of some configurations."""
-        return cls(Tiles.of(configs), traits)
-
-    def take(self, places: Places) -> SmallTimer:
-        """Return the model of some of these configurations, each as often as it is named."""
-        return replace(self, tiles=Tiles(*(x[:, places] for x in self.tiles)))
+    made_by = Tiles
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels have one order of tiles."""
         m, n, k, gemms = Extents.of(problems)
-        rows, columns, depth, stages, warps = self.tiles
+        rows, across_tile, depth, stages, warps = self.blocks
         traits, numbers = self.traits, gemv.numbers_of(device)
-        down, across, steps = np.ceil(m / rows), np.ceil(n / columns), np.ceil(k / depth)
+        down, across, steps = np.ceil(m / rows), np.ceil(n / across_tile), np.ceil(k / depth)
         count = gemms * down * across
         width, d_width = traits.element_bytes, traits.d_bytes
         again = m * k * (across - 1) + k * n * (down - 1)
         moved = gemms * (width * (m * k + k * n + _AGAIN * again) + d_width * m * n)
         # A multiprocessor has as many warps as its shared memory holds.
-        own = stages * (rows + columns) * (depth + 8) * width + 64 * (columns + 4)
+        own = stages * (rows + across_tile) * (depth + 8) * width + 64 * (across_tile + 4)
         resident = np.floor(arch.target("sm_90").shared_memory / (own * warps)) * warps
         there = np.minimum(count, device.multiprocessors * np.maximum(1, resident))
         on_its_way = (
-            there * (stages - 1) * width * (np.minimum(m, rows) + np.minimum(n, columns)) * np.minimum(k, depth)
+            there * (stages - 1) * width * (np.minimum(m, rows) + np.minimum(n, across_tile)) * np.minimum(k, depth)
         )
         per_byte = np.hypot(1 / (numbers.bandwidth * 1e6), numbers.latency / on_its_way)
         memory = moved * per_byte
         bytes_of_access = np.array([min(_ACCESS_BYTES, a * width) for a in traits.alignments], np.float64)
-        accesses = steps * depth * width * (rows / bytes_of_access[0] + columns / bytes_of_access[1]) / arch.WARP
-        products = rows / 16 * columns / 8 * np.ceil(k / 16)
-        elements = rows * columns / arch.WARP
+        accesses = steps * depth * width * (rows / bytes_of_access[0] + across_tile / bytes_of_access[1]) / arch.WARP
+        products = rows / 16 * across_tile / 8 * np.ceil(k / 16)
+        elements = rows * across_tile / arch.WARP
         each = _PER_TILE + _PER_ACCESS * accesses + _PER_PRODUCT * products + _PER_ELEMENT * elements
         compute = count * each / (_INSTRUCTIONS * np.minimum(count, device.multiprocessors))
         # A warp waits for its loads of K one after the other, as far as they are not ahead.
@@ -92,7 +80,3 @@ class SmallTimer:
         waiting = np.maximum(1, count / there) * turn
         found = np.asarray(numbers.start + np.sqrt(memory**2 + compute**2 + waiting**2))
         return found, np.zeros_like(found, np.bool_)
-
-    def besides(self, problems: Problems, _: Device) -> Floats:
-        """Return zeros: these kernels do no separate work besides the GEMM."""
-        return np.zeros(np.broadcast_shapes(Extents.of(problems).m.shape, self.tiles.rows.shape))

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import MeasuringError, NoDeviceError
-from cutlass_ops.base.progress import progress
-from cutlass_ops.base.whole import plain
+from cutlass_ops.base.frozen import plain
+from cutlass_ops.base.terminal import progress
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
-from cutlass_ops.run import reference
+from cutlass_ops.operand import reference
+from cutlass_ops.run import requests
 from cutlass_ops.run.peers import Peer, peers
-from cutlass_ops.tools.bench.numbers import METHODS, OURS, Rival, Row
-from cutlass_ops.tools.bench.result import Benchmark
+from cutlass_ops.tools.bench.result import METHODS, OURS, Benchmark, Rival, Row
 from cutlass_ops.tools.bench.rivals import NAMES, Missing, rival
 from cutlass_ops.tools.workload import Workload, workload
 from cutlass_ops.tuner import comparing
@@ -39,7 +39,7 @@ _Set: TypeAlias = tuple[Tensor, Tensor, tuple[Any, ...]]
 
 
 class Clock(Protocol):
-    """How variants are timed: on a GPU :class:`Device`, in tests something that needs none."""
+    """How variants are timed: a :class:`Device` on a GPU, or a replacement in tests."""
 
     device: str
 
@@ -67,7 +67,7 @@ class Device:
 
 
 def bench(
-    op: str,
+    op: object,
     problems: Any,
     *,
     dtype: str = "bf16",
@@ -84,8 +84,10 @@ def bench(
 
     Parameters
     ----------
-    op : str
-        A named op such as ``"gemm_bias_relu"``, or ``"MODULE:NAME"`` of an epilogue.
+    op : Op, Epilogue, function or str
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or a
+        function such as ``cutlass_ops.rmsnorm_gemm``. Or the name of one: ``"gemm_bias_relu"``, or ``"MODULE:NAME"`` of
+        an epilogue.
     problems : str or sequence
         ``"4096x4096x4096"``, ``"1,16x4096x4096"``, an (M, N, K), or a sequence of these.
     dtype : str
@@ -119,14 +121,16 @@ def bench(
     --------
     >>> print(co.bench("gemm_bias_relu", "1,512x4096x4096", against=["eager", "cublaslt"]))  # doctest: +SKIP
     """
-    if not isinstance(op, str):
-        raise TypeError(f"op must be a name such as 'gemm_bias_relu', not {type(op).__name__}")
+    asked = requests.name_or_op(op)
     for name, value in (("a", a), ("b", b)):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be 'row' or 'col', not {type(value).__name__}")
     if not isinstance(against, Iterable):
         raise TypeError(f"against must be a list of {', '.join(NAMES)}, not {type(against).__name__}")
-    chosen, named = list(dict.fromkeys([against] if isinstance(against, str) else against)), spelling.op_of(op)
+    chosen, named = (
+        list(dict.fromkeys([against] if isinstance(against, str) else against)),
+        asked if isinstance(asked, str) else asked.name,
+    )
     for name in chosen:
         require_way(name)
     rounds = plain(rounds)
@@ -135,14 +139,14 @@ def bench(
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: use at least 1")
     dtype, a_major, b_major = spelling.dtype_of(dtype), spelling.major_of(a), spelling.major_of(b)
-    works = [workload(named, problem, dtype, a_major, b_major) for problem in _problems(problems)]
+    works = [workload(asked, problem, dtype, a_major, b_major) for problem in _problems(problems)]
     if clock is None:
         if not torch.cuda.is_available():
             raise NoDeviceError("bench needs a CUDA device, and there is none here: run it on a machine with a GPU")
         clock = Device()
     environment = dict(clock.environment())
     rows = []
-    with _no_stand_ins(), torch.no_grad(), progress(len(works), "problems timed") as shown:
+    with _kernels_alone(), torch.no_grad(), progress(len(works), "problems timed") as shown:
         for work in works:
             with _as_multiplied(work):
                 rows.append(_row(work, chosen, rounds, clock, str(environment.get("chip"))))
@@ -167,8 +171,8 @@ def _problems(given: Any) -> list[Problem]:
 
 
 @contextmanager
-def _no_stand_ins() -> Any:
-    """Have calls wait for the kernels that they choose, so that none that stands in is timed."""
+def _kernels_alone() -> Any:
+    """Make calls wait for the kernels that they choose, so that PyTorch serves none of them."""
     before = os.environ.get(env.STAND_IN.name)
     os.environ[env.STAND_IN.name] = "0"
     try:
@@ -246,13 +250,7 @@ def _roof(work: Workload, chip: str) -> Roofline | None:
 
 
 def _checked(work: Workload, tensors: _Set) -> tuple[float, str]:
-    """Return our error over eager's, and what serves the call.
-
-    Raises
-    ------
-    MeasuringError
-        If the error is more than twice eager's.
-    """
+    """Return our error over eager's, and what serves the call. Raises MeasuringError if that ratio is more than 2."""
     a, b, inputs = tensors
     graph = work.graph
     wide = {

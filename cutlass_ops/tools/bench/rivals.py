@@ -32,20 +32,7 @@ class Missing(Exception):
 
 
 def rival(name: str, work: Workload) -> Peer:
-    """Return a way to compute an op.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`NAMES`.
-    work : Workload
-        The op and its problem.
-
-    Raises
-    ------
-    Missing
-        If it does not compute the op, or is not installed.
-    """
+    """Return a way, one of :data:`NAMES`, to compute an op. Raises Missing if it cannot, or is not installed."""
     return _MAKERS[name](work)
 
 

@@ -3,8 +3,7 @@
 Exit codes: 0 success, 1 an error or a negative answer, 2 wrong usage, 3 a kernel does not compile, 4 a compiler, GPU,
 store or kernel is missing or unusable, 5 a bundle is invalid, 130 interrupted.
 
-This package parses arguments. ``tools/commands`` does the work. It is imported only when a command runs, because
-importing PyTorch takes a second, and help and version do not need it.
+A command imports what it needs when it runs: importing PyTorch takes a second, and help and version do not need it.
 """
 
 from cutlass_ops.tools.cli.program import app, main

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cutlass_ops.declare import gpus, spelling
-from cutlass_ops.tools.cli.exits import end
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tools.cli.options import (
     BatchesOf,
     DtypeOf,
@@ -18,13 +20,21 @@ from cutlass_ops.tools.cli.options import (
     OpName,
     Problems,
     Where,
+    compiling_on,
     dtypes_of,
     later,
     readable,
     require_dtype,
     require_time,
-    spreads_of,
+    show,
 )
+
+
+def spreads_of(texts: list[str]) -> tuple[str, ...]:
+    """Read how rows are spread over groups; commas may separate the names. Raises ValueError for an unknown name."""
+    from cutlass_ops.kinds import spreads
+
+    return spreads.in_order([each for text in texts for each in text.split(",")])
 
 
 def tune(
@@ -51,7 +61,7 @@ def tune(
     wgrad: Annotated[
         bool,
         typer.Option(
-            "--wgrad", help="With --groups: tune grouped_gemm_wgrad. K is the mean number of rows of an expert."
+            "--wgrad", help="With --groups: tune the gradient of weights. K is the mean number of rows of a group."
         ),
     ] = False,
     kernels: Annotated[
@@ -94,24 +104,54 @@ def tune(
         )
     if groups is None and (spread or wgrad):
         option = "--spread" if spread else "--wgrad"
-        raise typer.BadParameter(f"{option} needs --groups: say how many experts there are")
+        raise typer.BadParameter(f"{option} needs --groups: say how many groups there are")
     if groups is not None and batches is not None:
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
     if groups is not None and allow_fallback:
         raise typer.BadParameter("--groups and --allow-fallback exclude each other: PyTorch serves no groups")
-    require_dtype(spelling.op_of(op), dtypes_of(dtypes), groups)
-    effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
-    from cutlass_ops.tools.commands import choosing as commands
+    name, several, each_dtype = spelling.op_of(op), spelling.problems_of(problems), dtypes_of(dtypes)
+    require_dtype(name, each_dtype, groups)
+    limits = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
+    from cutlass_ops.base import env
+    from cutlass_ops.base.units import counted
+    from cutlass_ops.choose import tables
+    from cutlass_ops.tools.workload import epilogue_named
+    from cutlass_ops.tuner import tuning
 
-    code = commands.tune(
-        spelling.op_of(op), spelling.problems_of(problems), dtypes_of(dtypes),
-        spelling.major_of(a), spelling.major_of(b),
-        batches=batches, groups=groups, spreads=spreads_of(spread or []), wgrad=wgrad,
-        effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
-        folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
-        as_json=as_json,
-    )  # fmt: skip
-    end(code)
+    where = folder.absolute() if folder else env.tuning_dir()
+    for problem in several:
+        _of_batches(problem, batches or groups)
+    effort = tuning.Effort(**{n: x for n, x in limits.items() if x is not None}, refine=refine)  # type: ignore[arg-type]
+    report, began = tuning.Report(), time.monotonic()
+    # One op is tuned for all dtypes at once. Norms have another op for each dtype.
+    named = {dtype: epilogue_named(name, dtype) for dtype in each_dtype}
+    with compiling_on(executor) as pool:
+        for each in dict.fromkeys(named.values()):
+            left = effort.seconds - (time.monotonic() - began) if report.tables else effort.seconds
+            found = tuning.tune(
+                each, several, dtypes=[dtype for dtype in named if named[dtype] == each], a=spelling.major_of(a),
+                b=spelling.major_of(b), batches=batches, groups=groups, spreads=spreads_of(spread or []),
+                wgrad=wgrad,
+                input_dtypes=spelling.INPUT_DTYPES.get(name), effort=replace(effort, seconds=left),
+                folder=where if folder else None, again=again, allow_fallback=allow_fallback,
+                deterministic=deterministic, executor=pool,
+            )  # fmt: skip
+            report.tables |= found.tables
+            report.failed |= found.failed
+            report.measured, report.known = report.measured + found.measured, report.known + found.known
+            report.left, report.asked = report.left + found.left, report.asked + found.asked
+    files = [str(tables.path_of(where, t.device, s)) for s, t in report.tables.items() if t.points]
+    counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
+    lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
+    lines += [f"table: {file}" for file in files]
+    summary = f"{counted(report.measured, 'problem')} measured, {report.known} known before, {report.left} left"
+    code = 1 if report.measured + report.known < report.asked else 0
+    show(as_json, counts | {"failed": report.failed}, *lines, summary, code=code)
+
+
+def _of_batches(problem: Problem, batches: int | None) -> Problem:
+    """Return a problem of ``batches`` batches, or groups. Raises ConfigError if no memory could hold it."""
+    return Problem.from_json([*problem.extents, batches or 1])
 
 
 def explain(
@@ -138,15 +178,37 @@ def explain(
     """
     if groups is not None and batches is not None:
         raise typer.BadParameter("--groups and --batches exclude each other: a call has one of them")
-    require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)], groups)
-    from cutlass_ops.tools.commands import choosing as commands
+    name, dtype = spelling.op_of(op), spelling.dtype_of(dtype)
+    require_dtype(name, [dtype], groups)
+    import torch
 
-    code = commands.explain(
-        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
-        spelling.major_of(b), batches=batches, groups=groups,
-        device=None if device is None else gpus.gpu_named(device), as_json=as_json,
-    )  # fmt: skip
-    end(code)
+    from cutlass_ops.declare.chips import USUAL
+    from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
+    from cutlass_ops.operand.call import call_at, device_of
+    from cutlass_ops.run import gated
+    from cutlass_ops.run.ops import graph_op
+    from cutlass_ops.tools.explaining import explain_call
+    from cutlass_ops.tools.workload import epilogue_named
+
+    here, note = torch.cuda.is_available(), []
+    if device is not None:
+        explained_for = gpus.gpu_named(device)
+    elif here:
+        explained_for = device_of(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        explained_for = USUAL.device
+        note = [f"\nno CUDA device here: explained for {explained_for.name} (--device names another)"]
+    form = DENSE if batches is groups is None else BATCHED if groups is None else GROUPED
+    inputs, graph = spelling.INPUT_DTYPES.get(name), epilogue_named(name, dtype).graph
+    # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
+    known = gated.swiglu_op(None) if name == "gemm_swiglu" else graph_op(name, graph) if form == BATCHED else None
+    found = []
+    for problem in [_of_batches(problem, batches or groups) for problem in spelling.problems_of(problems)]:
+        majors = spelling.major_of(a), spelling.major_of(b)
+        call = call_at(graph, problem, dtype, *majors, input_dtypes=inputs, form=form)
+        found.append(explain_call(name, call, explained_for, known))
+    code = 0 if all(each.is_served for each in found) else 1
+    show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note, code=code)
 
 
 def contract(
@@ -220,11 +282,16 @@ def contract(
         from cutlass_ops.tools.contract.given import require_effect
 
         readable(lambda each: require_effect(each, a, b))(precision)
-    from cutlass_ops.tools.commands import choosing as commands
+    from cutlass_ops.tools.contract import predicting
 
-    code = commands.contract(
-        spelling.problems_of(problems), a, b, arch=arch, program=program, precision=precision,
-        block=None if block is None else spelling.tile_of(block), num_warps=num_warps, num_stages=num_stages,
-        as_json=as_json,
-    )  # fmt: skip
-    end(code)
+    extents = () if block is None else spelling.tile_of(block)
+    tile = dict(zip(("block_m", "block_n", "block_k"), extents, strict=False))
+    found = [
+        predicting.contract(
+            a, b, m=problem.m, n=problem.n, k=problem.k, arch=arch, program=program, precision=precision, **tile,
+            num_warps=num_warps, num_stages=num_stages,
+        )
+        for problem in spelling.problems_of(problems)
+    ]  # fmt: skip
+    code = 0 if all(each.kept for each in found) else 1
+    show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), code=code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ import typer
 from typer.core import TyperCommand
 
 from cutlass_ops.declare import gpus, spelling
-from cutlass_ops.tools.cli.exits import end
 from cutlass_ops.tools.cli.options import (
     Command,
     DtypeOf,
@@ -24,6 +24,7 @@ from cutlass_ops.tools.cli.options import (
     require_no_empty,
     require_pattern,
     require_time,
+    show,
 )
 
 # Options of `profile` that only ncu heeds, and those of running anything.
@@ -134,14 +135,25 @@ def profile(
             raise typer.BadParameter(f"give M, N and K of {name}, such as 512x4096x4096")
         readable(spelling.problem_of)(arguments)
         require_dtype(spelling.op_of(name), [spelling.dtype_of(dtype)])
-    from cutlass_ops.tools.commands import measuring as commands
+    from cutlass_ops.base.errors import ConfigError
+    from cutlass_ops.tools.profile import plotting, profiling
 
-    code = commands.profile(
-        target, arguments or [], dtype=spelling.dtype_of(dtype), kernels=kernels, launches=launches, skip=skip,
-        counters=counters, device=device, save=save, plots=plot or [], ncu=not no_ncu, traced=not no_trace,
-        timeout=timeout, as_json=as_json,
-    )  # fmt: skip
-    end(code)
+    for path in plot or []:
+        plotting.require(path)
+    if counters is not None or target is None:
+        report, refusal = profiling.read(counters or Path(), device), None
+    else:
+        asked = profiling.Asked(
+            target, tuple(arguments or ()), spelling.dtype_of(dtype), kernels, launches, skip, not no_ncu,
+            not no_trace, timeout,
+        )  # fmt: skip
+        report, refusal = profiling.run(asked, save)
+    for path in plot or []:
+        if report.chip is None or not report.points():
+            raise ConfigError(f"{path} was not drawn: a roofline needs counters of ncu, and a known GPU (--device)")
+        plotting.roofline(report.points(), report.chip, path)
+    value = report.to_json() | ({"refusal": refusal.why, "command": list(refusal.command)} if refusal else {})
+    show(as_json, value, *report.lines(), *(["", str(refusal)] if refusal else []), code=4 if refusal else 0)
 
 
 def bench(
@@ -168,10 +180,20 @@ def bench(
     All are interleaved, in CUDA graphs and as single launches between other kernels.
     """
     require_dtype(spelling.op_of(op), [spelling.dtype_of(dtype)])
-    from cutlass_ops.tools.commands import measuring as commands
+    from cutlass_ops.base import disk
+    from cutlass_ops.tools.bench import benching, rivals
+    from cutlass_ops.tuner.comparing import ROUNDS
 
-    code = commands.bench(
-        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
-        spelling.major_of(b), against=against, rounds=rounds, out=out, html=html, as_json=as_json,
+    for path in (out, html):
+        if path is not None:
+            disk.require_file(path)
+    found = benching.bench(
+        spelling.op_of(op), [p.extents for p in spelling.problems_of(problems)], dtype=dtype, a=a, b=b,
+        against=against or rivals.NAMES, rounds=ROUNDS if rounds is None else rounds,
     )  # fmt: skip
-    end(code)
+    value = found.to_json()
+    if out is not None:
+        out.write_text(json.dumps(value, indent=1) + "\n")
+    if html is not None:
+        html.write_text(found.html())
+    show(as_json, value, *found.lines())

@@ -1,11 +1,15 @@
-"""The command line's arguments: how they are read and checked, and those that several commands have."""
+"""The command line's arguments, answers and exit codes: what several commands share."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +17,60 @@ import typer
 from typer.core import TyperCommand
 
 from cutlass_ops.base import env, executors
+from cutlass_ops.base.errors import (
+    BundleError,
+    CompileError,
+    LoadError,
+    MissingKernelError,
+    NoDeviceError,
+    StoreError,
+    ToolchainError,
+)
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.problem import MOST_EXTENT
+
+EXIT_CODES: dict[type[Exception], int] = {
+    CompileError: 3,
+    ToolchainError: 4,
+    StoreError: 4,
+    MissingKernelError: 4,
+    NoDeviceError: 4,
+    BundleError: 5,
+    LoadError: 4,  # other than of a bundle
+}
+WRONG_USAGE = 2
+INTERRUPTED = 130
+
+# ---- Answers ---------------------------------------------------------------------------------------------------------
+
+
+def show(as_json: bool, value: Any, *lines: str, code: int = 0) -> None:
+    """Print an answer as JSON or as lines, and end the command with an exit code."""
+    for line in [json.dumps(_finite(value), indent=1)] if as_json else lines:
+        print(line, flush=True)
+    if code:
+        raise typer.Exit(code)
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null for what JSON has no number, such as the time of a kernel that cannot run."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compiling_on(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
+    """Return the place to compile: an executor by its name, or this process without a name."""
+    return contextlib.nullcontext() if name is None else executors.named(name)
+
+
+def required(key: list[Path] | None, minimum_version: int | None) -> tuple[Sequence[Path] | None, int | None]:
+    """Return the required keys and version of a bundle: from the command line, else from the environment."""
+    least = env.bundle_version() if minimum_version is None else minimum_version
+    return key or env.bundle_keys(), least
+
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -34,27 +90,8 @@ def readable(read: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 def dtypes_of(texts: list[str]) -> list[str]:
-    """Read dtypes, separated by commas as well; each once.
-
-    Raises
-    ------
-    ValueError
-        If one is no operand's.
-    """
+    """Read dtypes, each once; commas may separate them. Raises ValueError if no operand has one of them."""
     return list(dict.fromkeys(spelling.dtype_of(each) for text in texts for each in text.split(",")))
-
-
-def spreads_of(texts: list[str]) -> tuple[str, ...]:
-    """Read how rows are spread over groups, separated by commas as well.
-
-    Raises
-    ------
-    ValueError
-        If one has no such name.
-    """
-    from cutlass_ops.kinds import spreads
-
-    return spreads.in_order([each for text in texts for each in text.split(",")])
 
 
 def later(module: str, name: str) -> Callable[[Any], Any]:
@@ -104,20 +141,6 @@ def require_time(seconds: float) -> None:
     """Require a positive time; raise ValueError otherwise."""
     if not seconds > 0:
         raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
-
-
-def require_wheel(name: str) -> None:
-    """Require a name that a package may have; raise ValueError otherwise."""
-    from cutlass_ops.ship import packing
-
-    packing.require_wheel(name, None)
-
-
-def require_version(version: str) -> None:
-    """Require a version that a package may have; raise ValueError otherwise."""
-    from cutlass_ops.ship import packing
-
-    packing.require_wheel("name", version)
 
 
 def require_no_empty(args: Sequence[str]) -> None:
@@ -200,7 +223,7 @@ GroupsOf = Annotated[
     typer.Option(
         min=1,
         max=MOST_EXTENT,
-        help="Number of experts of grouped_gemm. M is then the mean number of rows of an expert. Default: no groups.",
+        help="Number of groups, as co.Groups has. M is then the mean number of rows of a group. Default: no groups.",
     ),
 ]
 DtypeOf = Annotated[

@@ -18,8 +18,7 @@ import typer
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import CutlassOpsError
 from cutlass_ops.tools.cli import choosing, kernels, measuring, shipping
-from cutlass_ops.tools.cli.exits import EXIT_CODES, INTERRUPTED, WRONG_USAGE
-from cutlass_ops.tools.cli.options import Command
+from cutlass_ops.tools.cli.options import EXIT_CODES, INTERRUPTED, WRONG_USAGE, Command
 
 app = typer.Typer(
     name="cutlass-ops",

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.tensor_cores import ARCHITECTURES, MMA_SYNC, Architecture, Instruction, instructions
 from cutlass_ops.tools.contract.given import Asked, Given
 from cutlass_ops.tools.contract.result import Condition, Ruling
+from cutlass_ops.tools.contract.tensor_cores import ARCHITECTURES, MMA_SYNC, Architecture, Instruction, instructions
 
 # Below this part of the multiplied elements that are the problem's own, edges are worth a word.
 EDGES = 0.8
-# What WMMA has fragments of, with the M, N and K of the square one.
+# Types with WMMA fragments, and the M, N and K of the square fragment.
 _FRAGMENTS = {
     **dict.fromkeys(("f16", "bf16", "i8"), (16, 16, 16)),
     "tf32": (16, 16, 8),
@@ -48,7 +48,7 @@ def operand_dtypes(asked: Asked, found: Mapping[str, Instruction], architecture:
 
 
 def operand_majors(asked: Asked, instruction: Instruction) -> Condition:
-    """Return whether the instruction reads operands that lie as these do."""
+    """Return whether the instruction reads operands of these layouts."""
     majors = (asked.a.major, asked.b.major)
     met = not instruction.k_major_only or majors == ("row", "col")
     says = f"a is {majors[0]}-major and b is {majors[1]}-major"
@@ -63,7 +63,7 @@ def operand_majors(asked: Asked, instruction: Instruction) -> Condition:
 
 
 def alignment(asked: Asked, name: str, needed: int, why: str) -> Condition:
-    """Return whether both operands' lines begin at multiples of so many bytes."""
+    """Return whether both operands' lines begin at multiples of a number of bytes."""
     short = [(x, g) for x, g in (("a", asked.a), ("b", asked.b)) if g.line_bytes < needed]
     if not short:
         return Condition(name, True, f"lines of a and b begin at multiples of {needed} bytes")
@@ -78,7 +78,7 @@ def _padded(asked: Asked, short: list[tuple[str, Given]], needed: int) -> tuple[
     moved = {}
     for x, given in short:
         extent = asked.extent_along(x)
-        value, step = getattr(asked, extent), needed // given.bytes
+        value, step = getattr(asked, extent), given.element.count_in(needed)
         if value % step:
             longer[extent] = max(-(-value // step) * step, longer.get(extent, 0))
         else:
@@ -107,7 +107,7 @@ def ruling(asked: Asked, architecture: Architecture) -> Ruling:
         return Ruling(None, (types,))
     best = next(iter(found.values()))
     every = [types, *_of(best, asked)]
-    # Narrow loads leave mma.sync what it is. What feeds wgmma and tcgen05 has no narrow loads.
+    # mma.sync also works with narrow loads. wgmma and tcgen05 cannot be fed by narrow loads.
     slower = best if best.family == MMA_SYNC or all(each.met for each in every) else found.get(MMA_SYNC)
     if slower is None:
         return Ruling(None, tuple(every))
@@ -116,8 +116,8 @@ def ruling(asked: Asked, architecture: Architecture) -> Ruling:
 
 
 def _edges(asked: Asked, instruction: Instruction) -> tuple[float, Condition]:
-    """Count what no kernel of an instruction can leave out, with A and B swapped if that is less."""
-    rows, columns = (16, 8) if instruction.family == MMA_SYNC else (arch.WGMMA_M, arch.WGMMA_N_STEP)
+    """Count the products that no kernel of an instruction can leave out, with A and B swapped if these are fewer."""
+    rows, columns = (16, 8) if instruction.family == MMA_SYNC else (arch.WGMMA.m, arch.WGMMA.n_step)
     remedy = f"give it more rows or columns: one {instruction} has {rows} by {columns}"
     return max((edges(asked, tile, remedy) for tile in ((rows, columns, 1), (columns, rows, 1))), key=lambda e: e[0])
 

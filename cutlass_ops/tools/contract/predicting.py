@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from cutlass_ops.base import tensor_cores
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.base.tensor_cores import BITS, MMA_SYNC, Architecture, Instruction, instructions
 from cutlass_ops.declare import gpus
 from cutlass_ops.declare.chips import CHIPS, Chip
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import roofline
-from cutlass_ops.tools.contract import library, triton
+from cutlass_ops.tools.contract import library, tensor_cores, triton
 from cutlass_ops.tools.contract.given import (
     PRECISIONS,
     Asked,
@@ -24,6 +22,7 @@ from cutlass_ops.tools.contract.given import (
     require_fp32,
 )
 from cutlass_ops.tools.contract.result import CUDA_CORES, NOTHING, Contract, Ruling
+from cutlass_ops.tools.contract.tensor_cores import MMA_SYNC, Architecture, Instruction, instructions
 
 PROGRAMS = ("library", "triton", "wmma")
 
@@ -114,13 +113,13 @@ def contract(
 
 
 def require_program(name: str) -> None:
-    """Require the name of a program whose rules are known; a ValueError lists them."""
+    """Raise ValueError, with the known names, for a program whose rules are unknown."""
     if name not in PROGRAMS:
         raise ValueError(f"program is {name!r}: use one of {', '.join(PROGRAMS)}")
 
 
 def require_precision(name: str) -> None:
-    """Require something that becomes of FP32; a ValueError lists what there is."""
+    """Raise ValueError, with the known names, for an unknown precision."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}: use one of {', '.join(PRECISIONS)}")
 
@@ -153,7 +152,7 @@ def _asked(a: Any, b: Any, m: int | None, n: int | None, k: int | None, precisio
 
 
 def where(name: str | None) -> tuple[Architecture, Chip | None]:
-    """Return the architecture, and the chip whose peaks stand for it, if one is known."""
+    """Return the architecture, and the chip whose peaks represent it, if one is known."""
     chip = None
     if name is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -196,7 +195,8 @@ def _contract(program: str, asked: Asked, architecture: Architecture, chip: Chip
         family, runs = instruction.family, instruction.name
         fraction = _reach(instruction, peak, architecture, ruling.useful / asked.products)
     problem = Problem(asked.m, asked.n, asked.k)
-    moved = problem.bytes(asked.a.bytes, asked.b.bytes, max(asked.a.bytes, 2))
+    of_a, of_b = asked.a.element.bits / 8, asked.b.element.bits / 8
+    moved = problem.bytes(of_a, of_b, max(of_a, 2))
     return Contract(
         program, architecture.name, str(asked.a), str(asked.b), problem.extents, family, runs,
         "" if instruction is None else instruction.opcode, peak.name, fraction, ruling.conditions,
@@ -205,11 +205,11 @@ def _contract(program: str, asked: Asked, architecture: Architecture, chip: Chip
 
 
 def _lanes(asked: Asked, architecture: Architecture) -> int:
-    return architecture.fp64_lanes if BITS[asked.a.dtype] == 64 else architecture.fp32_lanes
+    return architecture.fp64_lanes if asked.a.element.bits == 64 else architecture.fp32_lanes
 
 
 def _reach(instruction: Instruction, peak: Instruction, architecture: Architecture, useful: float) -> float | None:
-    """Return what an instruction can reach of the peak for the caller's types; None if nobody measured it."""
+    """Return the part of the peak that an instruction can reach for the caller's types; None if nobody measured it."""
     # Where types have no faster family, the peak is that of mma.sync.
     slower = instruction.family == MMA_SYNC and peak.family != MMA_SYNC
     family = architecture.mma_sync_reach if slower else 1.0

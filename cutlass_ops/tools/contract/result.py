@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cutlass_ops.base.tensor_cores import Instruction
 from cutlass_ops.declare.roofline import Roofline
+from cutlass_ops.tools.contract.tensor_cores import Instruction
 
-# What runs where no Tensor Core instruction does, and where nothing does.
+# What runs if no Tensor Core instruction does, and if nothing does.
 CUDA_CORES = "none"
 NOTHING = "nothing"
 
@@ -41,24 +41,12 @@ class Condition:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What a program's rules say.
+    """What a program's rules say."""
 
-    Attributes
-    ----------
-    instruction : Instruction or None
-        The instruction that multiplies; None if the CUDA cores do, or nothing runs.
-    conditions : tuple of Condition
-        All conditions.
-    useful : float
-        The part of the products that are the problem's own.
-    nothing : str
-        Why nothing runs, if nothing does.
-    """
-
-    instruction: Instruction | None
+    instruction: Instruction | None  # None if the CUDA cores multiply, or nothing runs
     conditions: tuple[Condition, ...]
-    useful: float = 1.0
-    nothing: str = ""
+    useful: float = 1.0  # the part of the products that are the problem's own
+    nothing: str = ""  # why nothing runs, if nothing does
 
 
 @dataclass(frozen=True, repr=False)

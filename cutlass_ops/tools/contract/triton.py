@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.tensor_cores import BITS, MMA_SYNC, TCGEN05, WGMMA, Architecture, Instruction, instructions
+from cutlass_ops.base.frozen import plain
 from cutlass_ops.base.units import counted
-from cutlass_ops.base.whole import plain
 from cutlass_ops.tools.contract import library
 from cutlass_ops.tools.contract.given import Asked
 from cutlass_ops.tools.contract.result import Condition, Ruling
+from cutlass_ops.tools.contract.tensor_cores import MMA_SYNC, TCGEN05, WGMMA, Architecture, Instruction, instructions
 
 _FIRST = (8, 0)  # compute capability
 _FIRST_E4M3 = (8, 9)
@@ -41,21 +41,13 @@ _TOO_OLD = Condition(
 
 @dataclass(frozen=True)
 class Tile:
-    """The constants of a Triton kernel.
+    """The constants of a Triton kernel."""
 
-    Attributes
-    ----------
-    m, n, k : int
-        ``BLOCK_M``, ``BLOCK_N`` and ``BLOCK_K``.
-    warps, stages : int
-        ``num_warps`` and ``num_stages``.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int = 4
-    stages: int = 3
+    m: int  # ``BLOCK_M``
+    n: int  # ``BLOCK_N``
+    k: int  # ``BLOCK_K``
+    warps: int = 4  # ``num_warps``
+    stages: int = 3  # ``num_stages``
 
     def __post_init__(self) -> None:
         named = {"block_m": self.m, "block_n": self.n, "block_k": self.k, "num_warps": self.warps}
@@ -75,24 +67,7 @@ class Tile:
 
 
 def require_effect(tile: str, given: bool, program: str | None, others: Mapping[str, int | None]) -> None:
-    """Require that constants of a Triton kernel have an effect.
-
-    Parameters
-    ----------
-    tile : str
-        What the caller calls BLOCK_M, BLOCK_N and BLOCK_K.
-    given : bool
-        Whether they are given.
-    program : str, optional
-        Whose rules.
-    others : mapping of str to int or None
-        The other constants, by what the caller calls them; None for one that is not given.
-
-    Raises
-    ------
-    ValueError
-        If they have none. The message says which.
-    """
+    """Raise ValueError if constants of a Triton kernel have no effect. The message says which."""
     if given and program not in (None, "triton"):
         raise ValueError(f"{tile} and the program {program} exclude each other: only Triton's choice depends on them")
     named = [name for name, value in others.items() if value is not None]
@@ -124,7 +99,7 @@ def ruling(asked: Asked, tile: Tile, architecture: Architecture) -> Ruling:
 
 
 def _compiles(asked: Asked, tile: Tile, architecture: Architecture) -> Iterator[Condition]:
-    bits = BITS[asked.a.dtype]
+    bits = asked.a.element.bits
     least = 32 if bits == 8 else 16
     says = f"BLOCK_K is {tile.k}, and tl.dot asserts {least} for elements of {bits} bits"
     yield Condition("block_k", tile.k >= least, says, f"BLOCK_K={least}", {"block_k": least})
@@ -154,13 +129,13 @@ def _instructions(asked: Asked, architecture: Architecture) -> dict[str, Instruc
 
 
 def _by_mma_sync(asked: Asked, architecture: Architecture) -> Instruction:
-    """Return what serves if the fast family does not: FP8 is converted to FP16 where mma.sync does not have it."""
+    """Return what serves if the fast family does not: FP8 is converted to FP16 if mma.sync does not have it."""
     found = instructions(*asked.types, architecture).get(MMA_SYNC)
     return found or instructions("f16", "f16", architecture)[MMA_SYNC]
 
 
 def _family(tile: Tile, best: Instruction) -> Iterator[Condition]:
-    """Yield what the fast family needs of the tile."""
+    """Yield the conditions of the fast family on the tile."""
     if best.family == MMA_SYNC:
         return
     if best.family == WGMMA:
@@ -177,7 +152,7 @@ def _family(tile: Tile, best: Instruction) -> Iterator[Condition]:
 
 
 def _feeding(asked: Asked, tile: Tile, instruction: Instruction) -> Iterator[Condition]:
-    """Yield what decides whether the instruction is fed, and not which one it is."""
+    """Yield the conditions that decide whether the instruction is fed, not which instruction it is."""
     if instruction.k_major_only:
         found = library.operand_majors(asked, instruction)
         says = found.says + "; Triton transposes them through registers" if not found.met else found.says
@@ -202,10 +177,10 @@ def _feeding(asked: Asked, tile: Tile, instruction: Instruction) -> Iterator[Con
 def _shared_memory(asked: Asked, tile: Tile, instruction: Instruction | None, architecture: Architecture) -> Condition:
     """Return whether the buffers fit.
 
-    wgmma and tcgen05 read one while all others fill. What multiplies registers has copied one before. Without
-    asynchronous copies, there is one.
+    wgmma and tcgen05 read one buffer while all others fill. Other instructions read registers, so one buffer was copied
+    before. Without asynchronous copies, there is one buffer.
     """
-    stage = (tile.m + tile.n) * tile.k * asked.a.bytes
+    stage = asked.a.element.bytes_of((tile.m + tile.n) * tile.k)
     limit = architecture.shared_memory
     spare = 0 if instruction is not None and instruction.family != MMA_SYNC else 1
     if architecture.capability < _FIRST:

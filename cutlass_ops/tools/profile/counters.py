@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from cutlass_ops.tools.profile.names import shortened
-
-# What is asked of ncu. Sections have what the chip has; these metrics are on all chips since Volta.
+# The request to ncu. Sections contain what the chip has; these metrics are on all chips since Volta.
 SECTIONS = (
     "SpeedOfLight",
     "ComputeWorkloadAnalysis",
@@ -51,50 +50,23 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """The counters of one kernel, averaged over its launches by time.
+    """The counters of one kernel, averaged over its launches by time. None is an unknown value."""
 
-    Attributes
-    ----------
-    name : str
-        The kernel's name, without its parameters.
-    calls : int
-        Number of launches.
-    microseconds : float
-        Time of all launches together.
-    capability : tuple of int
-        Compute capability of the device.
-    tensor, fma, dram, l2 : float or None
-        Percent of the peak of the Tensor Core pipe, the FP32 pipe, device memory and the L2 cache; None if unknown.
-    l2_hits : float or None
-        Percent of accesses to the L2 cache that hit it.
-    occupancy : float or None
-        Resident warps in percent of the most that fit.
-    waves : float or None
-        Blocks in units of what the whole chip runs at the same time.
-    wgmma : bool or None
-        Whether the Tensor Core instructions were those of warpgroups; None if the chip does not say.
-    bytes : float or None
-        Bytes of device memory that one launch read and wrote.
-    registers : int or None
-        Registers of a thread.
-    stalls : mapping of str to float
-        Reasons for which warps waited, with the average number of cycles between two instructions of a warp.
-    """
-
-    name: str
-    calls: int
-    microseconds: float
-    capability: tuple[int, int]
-    tensor: float | None = None
-    fma: float | None = None
-    dram: float | None = None
-    l2: float | None = None
-    l2_hits: float | None = None
-    occupancy: float | None = None
-    waves: float | None = None
-    wgmma: bool | None = None
-    bytes: float | None = None
-    registers: int | None = None
+    name: str  # without its parameters
+    calls: int  # number of launches
+    microseconds: float  # of all launches together
+    capability: tuple[int, int]  # compute capability of the device
+    tensor: float | None = None  # percent of the peak of the Tensor Core pipe
+    fma: float | None = None  # percent of the peak of the FP32 pipe
+    dram: float | None = None  # percent of the peak of device memory
+    l2: float | None = None  # percent of the peak of the L2 cache
+    l2_hits: float | None = None  # percent of accesses to the L2 cache that hit it
+    occupancy: float | None = None  # resident warps in percent of the most that fit
+    waves: float | None = None  # blocks in units of what the whole chip runs at the same time
+    wgmma: bool | None = None  # whether the Tensor Core instructions were those of warpgroups
+    bytes: float | None = None  # bytes of device memory that one launch read and wrote
+    registers: int | None = None  # of a thread
+    # reasons for which warps waited, with the average cycles between two instructions of a warp
     stalls: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -104,26 +76,14 @@ class Kernel:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Return the kernels of ncu's CSV, longest first.
-
-    Raises
-    ------
-    ValueError
-        If there is no table in the text.
-    """
+    """Return the kernels of ncu's CSV, longest first. Raises ValueError if the text has no table."""
     by_name = sorted(_launches(text), key=lambda launch: launch[0])
     found = [_together(name, [metrics for _, metrics in group]) for name, group in groupby(by_name, lambda x: x[0])]
     return sorted(found, key=lambda kernel: -kernel.microseconds)
 
 
 def launches(text: str) -> list[Kernel]:
-    """Return the launches of ncu's CSV, one by one and in their order.
-
-    Raises
-    ------
-    ValueError
-        If there is no table in the text.
-    """
+    """Return the launches of ncu's CSV in their order. Raises ValueError if the text has no table."""
     return [_together(name, [metrics]) for name, metrics in _launches(text)]
 
 
@@ -216,3 +176,55 @@ def _together(name: str, metrics: list[Mapping[str, float]]) -> Kernel:
 
 def _stalled(launch: Mapping[str, float], reason: str) -> float | None:
     return next((v for metric, v in launch.items() if (m := _STALL.fullmatch(metric)) and m[1] == reason), None)
+
+
+# ---- Names of kernels ------------------------------------------------------------------------------------------------
+
+# ncu and torch.profiler read C++ names by different demanglers, which leave out different namespaces and spell lambdas,
+# numbers and types that repeat differently.
+# An identifier with its namespaces, or a number with its suffix.
+_PART = re.compile(r"(?:\w+::)*(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)[ul]*")
+_UNNAMED = re.compile(r"<unnamed>::|\(anonymous namespace\)::")
+# How one of the two says what the other says by a sign, or not at all.
+_SAID_OTHERWISE = {"instance", "void", "const", "unsigned", "long", "int", "templates"}
+
+
+def shortened(name: str) -> str:
+    """Return a kernel's name without its parameters: those of a function come last, and templates may have some too."""
+    if not name.endswith(")"):
+        return name
+    depth = 0
+    for place in range(len(name) - 1, -1, -1):
+        depth += (name[place] == ")") - (name[place] == "(")
+        if depth == 0:
+            return name[:place].removeprefix("void ").strip() or name
+    return name
+
+
+def paired(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """Map the names of kernels to other names of the same kernels, as two demanglers write them; no uncertain pairs."""
+    found: dict[str, str] = {}
+    for key in (lambda name: name, _words, _function):
+        left = [name for name in names if name not in found]
+        free = [other for other in others if other not in found.values()]
+        found |= _alone(left, free, key)
+    return found
+
+
+def _alone(names: list[str], others: list[str], key: Callable[[str], Hashable]) -> dict[str, str]:
+    """Return the pairs whose key no second name has, on either side."""
+    mine, theirs = (Counter(map(key, each)) for each in (names, others))
+    once = {key(other): other for other in others if theirs[key(other)] == 1}
+    return {name: once[key(name)] for name in names if mine[key(name)] == 1 and key(name) in once}
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """Return a name's identifiers without namespaces and its numbers, in order."""
+    parts = (match["name"] or match["number"] for match in _PART.finditer(_UNNAMED.sub("", name)))
+    return tuple(part for part in parts if part not in _SAID_OTHERWISE)
+
+
+def _function(name: str) -> str:
+    """Return the name of the function itself, without namespaces and arguments of templates."""
+    words = _words(_UNNAMED.sub("", name).partition("<")[0])
+    return words[-1] if words else name

@@ -32,21 +32,12 @@ _STALLS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits a kernel.
+    """What limits a kernel."""
 
-    Attributes
-    ----------
-    name : str
-        ``"memory-bound"``, ``"cuda-cores"``, ``"mma.sync"``, ``"edges"``, ``"healthy"``, ``"short"``, ``"waiting"`` or
-        ``"time only"``.
-    says : str
-        The counters that say so.
-    advice : str
-        What to do.
-    """
-
+    # ``"memory-bound"``, ``"cuda-cores"``, ``"mma.sync"``, ``"edges"``, ``"healthy"``, ``"short"``, ``"waiting"``
+    # or ``"time only"``
     name: str
-    says: str
+    says: str  # the counters that say so
     advice: str
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from cutlass_ops.base import programs
 from cutlass_ops.tools.profile.counters import METRICS, SECTIONS
 
-# Where CUDA's installers put it, besides PATH.
+# Folders of CUDA's installers, in addition to PATH.
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 
 _PERMISSION = "ERR_NVGPUCTRPERM"
@@ -36,18 +36,10 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there are no counters.
+    """Why there are no counters."""
 
-    Attributes
-    ----------
-    why : str
-        The reason, and what to do.
-    command : tuple of str
-        The command to run once that is done.
-    """
-
-    why: str
-    command: tuple[str, ...]
+    why: str  # the reason, and what to do
+    command: tuple[str, ...]  # what to run once that is done
 
     def __str__(self) -> str:
         return f"no counters: {self.why}\nOn a machine with a GPU, run:\n  {shlex.join(self.command)}"
@@ -55,28 +47,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Request:
-    """What to profile.
+    """What to profile."""
 
-    Attributes
-    ----------
-    program : tuple of str
-        The program and its arguments.
-    marked : bool
-        Whether the program marks what to profile by cudaProfilerStart and Stop.
-    launches, skip : int, optional
-        How many launches to profile, after how many that match.
-    kernels : str, optional
-        A regular expression that names of kernels must match.
-    """
-
-    program: tuple[str, ...]
-    marked: bool = False
-    launches: int | None = None
-    skip: int | None = None
-    kernels: str | None = None
+    program: tuple[str, ...]  # with its arguments
+    marked: bool = False  # whether the program marks what to profile by cudaProfilerStart and Stop
+    launches: int | None = None  # how many to profile; this and ``skip`` count those that match ``kernels``
+    skip: int | None = None  # how many to skip first
+    kernels: str | None = None  # a regular expression that names of kernels must match
 
     def command(self, ncu: str, log: str | None) -> tuple[str, ...]:
-        """Return ncu's command line. Clocks stay as they are: changing them needs more rights, and slows others."""
+        """Return ncu's command line. Clocks are not changed: that needs more rights, and slows others."""
         found = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         found += ["--target-processes", "all"]
         for section in SECTIONS:
@@ -100,22 +80,7 @@ def find() -> str | None:
 
 
 def count(request: Request, timeout: float, env: Mapping[str, str] | None = None) -> str | Refusal:
-    """Run a program under ncu; return ncu's CSV, or why there is none.
-
-    Parameters
-    ----------
-    request : Request
-        The program.
-    timeout : float
-        Seconds until it is killed. ncu runs each kernel several times, so a program takes much longer.
-    env : mapping of str to str, optional
-        The program's environment.
-
-    Raises
-    ------
-    TimeoutError
-        If it took too long.
-    """
+    """Run a program under ncu; return ncu's CSV, or why there is none."""
     ncu = find()
     if ncu is None:
         return Refusal(INSTALL, request.command("ncu", "counters.csv"))

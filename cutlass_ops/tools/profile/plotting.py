@@ -21,31 +21,13 @@ def require_name(path: Path) -> None:
 
 
 def require(path: Path) -> None:
-    """Raise an error if a picture cannot be drawn into this file.
-
-    Raises
-    ------
-    ValueError
-        If its name ends otherwise than in .svg or .png.
-    CutlassOpsError
-        If matplotlib is not installed.
-    """
+    """Raise ValueError if the file is neither .svg nor .png, and CutlassOpsError if matplotlib is not installed."""
     require_name(path)
     _pyplot()
 
 
 def roofline(points: Sequence[Point], chip: Chip, path: Path) -> None:
-    """Draw points below a chip's roofs.
-
-    Parameters
-    ----------
-    points : sequence of Point
-        Kernels.
-    chip : Chip
-        Whose peaks are drawn: Tensor Cores with 16-bit operands, CUDA cores in FP32, device memory.
-    path : Path
-        File to write, .svg or .png.
-    """
+    """Draw points below a chip's roofs, to .svg or .png: Tensor Cores (16 bits), CUDA cores (FP32), device memory."""
     matplotlib = _pyplot()
     figure, axes = matplotlib.subplots(figsize=(8, 5))
     ridge = chip.tflops * 1e3 / chip.gb_per_s

@@ -15,8 +15,7 @@ from cutlass_ops.base.errors import ConfigError, MeasuringError, NoDeviceError
 from cutlass_ops.declare import spelling
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.tools.profile import ncu
-from cutlass_ops.tools.profile.counters import Kernel, kernels
-from cutlass_ops.tools.profile.names import paired
+from cutlass_ops.tools.profile.counters import Kernel, kernels, paired
 from cutlass_ops.tools.profile.ncu import Refusal, Request
 from cutlass_ops.tools.profile.report import Report, chip_of
 from cutlass_ops.tools.profile.tracing import trace
@@ -27,35 +26,17 @@ _CALLS = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What to run and how.
+    """What to run and how."""
 
-    Attributes
-    ----------
-    target : str
-        A script, or an op.
-    arguments : tuple of str
-        The script's arguments, or the op's problem.
-    dtype : str
-        Of an op: dtype of A and B.
-    kernels : str or None
-        Regular expression of kernels' names.
-    launches, skip : int or None
-        Launches to count, and to skip first.
-    ncu, traced : bool
-        Whether to run it under ncu, and under torch.profiler.
-    timeout : float
-        Seconds until a run is ended.
-    """
-
-    target: str
-    arguments: tuple[str, ...]
-    dtype: str = "bf16"
-    kernels: str | None = None
-    launches: int | None = None
-    skip: int | None = None
-    ncu: bool = True
-    traced: bool = True
-    timeout: float = 1800.0
+    target: str  # a script, or an op
+    arguments: tuple[str, ...]  # the script's, or the op's problem
+    dtype: str = "bf16"  # of an op's A and B
+    kernels: str | None = None  # a regular expression of names
+    launches: int | None = None  # how many to count
+    skip: int | None = None  # how many to skip first
+    ncu: bool = True  # whether to run it under ncu
+    traced: bool = True  # whether to run it under torch.profiler
+    timeout: float = 1800.0  # seconds until a run is ended
 
     @property
     def is_script(self) -> bool:
@@ -63,13 +44,7 @@ class Asked:
         return spelling.is_script(self.target)
 
     def program(self) -> tuple[str, ...]:
-        """Return what Python runs.
-
-        Raises
-        ------
-        ValueError
-            If the script is not there, the op is unknown, or its problem is missing.
-        """
+        """Return what Python runs. Raises ValueError for a missing script, an unknown op, or an op without problem."""
         if self.is_script:
             if not Path(self.target).is_file():
                 raise ConfigError(f"{self.target} is not a file: give a Python script, or an op and MxNxK")
@@ -79,30 +54,13 @@ class Asked:
         return ("-m", "cutlass_ops.tools.workload", op, str(problem), self.dtype, str(_CALLS))
 
     def request(self, python: str) -> Request:
-        """Return what ncu runs, by this Python: of an op, only the marked launches count."""
+        """Return what ncu runs, by this Python. For an op, only the marked launches count."""
         program = (python, *self.program())
         return Request(program, not self.is_script, self.launches, self.skip, self.kernels)
 
 
 def run(asked: Asked, save: Path | None = None) -> tuple[Report, Refusal | None]:
-    """Run a program under the profilers; return a report, and why it has no counters if it has none.
-
-    Parameters
-    ----------
-    asked : Asked
-        The program.
-    save : Path, optional
-        Where to keep ncu's CSV.
-
-    Raises
-    ------
-    ValueError
-        If there is no such program.
-    NoDeviceError
-        If there is no GPU. The message has ncu's command line, to run on a machine that has one.
-    MeasuringError, TimeoutError
-        If the program fails or takes too long.
-    """
+    """Run a program under the profilers; return a report, and why it has no counters if it has none."""
     if not torch.cuda.is_available():
         here = Refusal("there is no CUDA device here", asked.request("python").command("ncu", "counters.csv"))
         raise NoDeviceError(f"{here}\non a machine with a GPU, and here: cutlass-ops profile --csv counters.csv")
@@ -125,7 +83,7 @@ def run(asked: Asked, save: Path | None = None) -> tuple[Report, Refusal | None]
 
 
 def _first_run(asked: Asked, environment: Mapping[str, str]) -> list[Kernel]:
-    """Run the program as it is, under torch.profiler if that is wanted; return its kernels' times."""
+    """Run the program unchanged, under torch.profiler if that is wanted; return its kernels' times."""
     if asked.traced:
         return trace(asked.program(), asked.timeout, environment)
     status, said = programs.ask((sys.executable, *asked.program()), asked.timeout, env=environment)
@@ -135,20 +93,7 @@ def _first_run(asked: Asked, environment: Mapping[str, str]) -> list[Kernel]:
 
 
 def read(path: Path, device: str | None = None) -> Report:
-    """Return the report of ncu's CSV that was recorded elsewhere.
-
-    Parameters
-    ----------
-    path : Path
-        The CSV.
-    device : str, optional
-        The GPU, for the roofline. Default: the usual one of the compute capability that the CSV names.
-
-    Raises
-    ------
-    ValueError
-        If it is no CSV of ncu, or the GPU is unknown.
-    """
+    """Return the report of ncu's CSV that was recorded elsewhere."""
     found = kernels(path.read_text(errors="replace"))
     return Report(tuple(found), "ncu", {}, chip_of(found, device))
 

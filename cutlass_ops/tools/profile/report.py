@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cutlass_ops.base import tabular
-from cutlass_ops.base.tensor_cores import ARCHITECTURES
+from cutlass_ops.base import terminal
 from cutlass_ops.declare import gpus
 from cutlass_ops.declare.chips import CHIPS, Chip
+from cutlass_ops.tools.contract.tensor_cores import ARCHITECTURES
 from cutlass_ops.tools.profile.counters import Kernel
 from cutlass_ops.tools.profile.diagnosis import Diagnosis, diagnose
 
@@ -20,43 +20,22 @@ _NAME = 56  # characters of a kernel's name
 
 @dataclass(frozen=True)
 class Point:
-    """A kernel on the roofline.
+    """A kernel on the roofline."""
 
-    Attributes
-    ----------
-    label : str
-        The kernel's name.
-    intensity : float
-        Operations for each byte of device memory.
-    tflops : float
-        TFLOP/s, as the busiest pipe's share of its peak says.
-    """
-
-    label: str
-    intensity: float
-    tflops: float
+    label: str  # the kernel's name
+    intensity: float  # operations for each byte of device memory
+    tflops: float  # TFLOP/s, from the busiest pipe's share of its peak
 
 
 @dataclass(frozen=True)
 class Report:
-    """Kernels and where their numbers are from.
+    """Kernels and the source of their numbers."""
 
-    Attributes
-    ----------
-    kernels : tuple of Kernel
-        Longest first.
-    source : str
-        ``"ncu"`` or ``"torch.profiler"``.
-    traced : mapping of str to float
-        Microseconds by torch.profiler, by a kernel's name: ncu runs kernels one by one, with cold caches.
-    chip : Chip or None
-        The chip, if its peaks are known.
-    """
-
-    kernels: tuple[Kernel, ...]
-    source: str
+    kernels: tuple[Kernel, ...]  # longest first
+    source: str  # ``"ncu"`` or ``"torch.profiler"``
+    # microseconds by torch.profiler, by a kernel's name: ncu runs kernels one by one, with cold caches
     traced: dict[str, float]
-    chip: Chip | None = None
+    chip: Chip | None = None  # None if its peaks are unknown
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
@@ -97,7 +76,7 @@ class Report:
                 )
             )  # fmt: skip
         more = len(self.kernels) - _ROWS
-        lines = tabular.table(columns, rows, styled=styled)
+        lines = terminal.table(columns, rows, styled=styled)
         lines += [f"and {more} more: see --json"] if more > 0 else []
         for kernel, said in list(zip(self.kernels, self.diagnoses, strict=True))[:_EXPLAINED]:
             lines += ["", f"{_cut(kernel.name)}: {said.name}", f"  {said.says}", f"  -> {said.advice}"]
@@ -116,7 +95,7 @@ def point(kernel: Kernel, chip: Chip) -> Point | None:
     """Return a kernel's place on the roofline; None without counters of pipes and of device memory.
 
     Operations are those of the busiest pipe: its share of its peak, which is that of 16-bit operands for the Tensor
-    Cores. So kernels of FP8 stand at half their height.
+    Cores. So kernels of FP8 are drawn at half their height.
     """
     peaks = {"tensor": chip.tflops, "fma": cuda_core_tflops(chip)}
     tflops = max((getattr(kernel, name) or 0.0) / 100 * peak for name, peak in peaks.items())

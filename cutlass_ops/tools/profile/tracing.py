@@ -15,29 +15,11 @@ from pathlib import Path
 
 from cutlass_ops.base import programs
 from cutlass_ops.base.errors import MeasuringError
-from cutlass_ops.tools.profile.counters import Kernel
-from cutlass_ops.tools.profile.names import shortened
+from cutlass_ops.tools.profile.counters import Kernel, shortened
 
 
 def trace(program: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> list[Kernel]:
-    """Run a Python program under torch.profiler; return its kernels' times, longest first.
-
-    Parameters
-    ----------
-    program : sequence of str
-        A script or ``-m`` and a module, and its arguments.
-    timeout : float
-        Seconds until it is killed.
-    env : mapping of str to str, optional
-        Its environment.
-
-    Raises
-    ------
-    MeasuringError
-        If the program fails.
-    TimeoutError
-        If it took too long.
-    """
+    """Run a Python program under torch.profiler; return its kernels' times, longest first."""
     with tempfile.TemporaryDirectory(prefix="cutlass-ops-") as folder:
         out = Path(folder) / "times.json"
         command = [sys.executable, "-m", "cutlass_ops.tools.profile.tracing", str(out), *program]

@@ -90,7 +90,12 @@ struct Filler {
       if (left <= i * kBox) break;
       bool const whole = !Operand::kAnyRows || left >= (i + 1) * kBox;
       auto const* const descriptor = whole ? load.get_tma_descriptor() : last;
-      cute::copy(load.with(descriptor, barrier, mask), box(from(_, _, _, k), i), box(at, i));
+      // As cute::copy, which first looks for elements that are written twice: that takes a tenth of compilation.
+      auto const copy = load.with(descriptor, barrier, mask);
+      auto const source = box(from(_, _, _, k), i);
+      auto const target = box(at, i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < cute::size<1>(target); ++j) copy.call(source(_, j), target(_, j));
     }
   }
 

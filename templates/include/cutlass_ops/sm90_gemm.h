@@ -21,6 +21,7 @@ struct IsCutlass3ArrayKernel : cute::false_type {};
 #include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp"
 
 #include "cutlass_ops/binding.h"
+#include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/mainloop.h"
 #include "cutlass_ops/placement.h"
@@ -155,14 +156,6 @@ Arguments scheduler_arguments(int raster, int swizzle) {
   return scheduler;
 }
 
-// Whether the kernel itself waits for the end of what runs before it. A rendered file asks CUTLASS, or our epilogue, for that
-// before any include; CUTLASS's stream-K scheduler does not compile so.
-#if defined(CUTLASS_ENABLE_GDC_FOR_SM90) || defined(CUTLASS_OPS_WAITS_LATE)
-constexpr bool kWaits = true;
-#else
-constexpr bool kWaits = false;
-#endif
-
 // Whether a kernel has a thread block for each tile, and so counts batches by the grid's third side. CUTLASS's kernel
 // without persistence does.
 template <class DispatchPolicy, class = void>
@@ -174,6 +167,7 @@ struct CountsInGrid<DispatchPolicy, cute::enable_if_t<cute::is_same_v<typename D
 
 // `Gemm` is what a rendered file defines:
 //   GemmKernel; static void const* kernel();
+//   static constexpr bool kOverlaps;                    whether the machine code waits for the end of the kernel before it
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
 //   static int64_t scratch_bytes(Problem);              of workspace, before the kernel's own: for what blocks share
@@ -225,7 +219,7 @@ struct Sm90Entry {
     }
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
     bool const follows = workspace_size == 0;
-    bool const overlap = kWaits && !by_gpc && follows;
+    bool const overlap = Gemm::kOverlaps && !by_gpc && follows;
     if constexpr (Gemm::kPrepares) {
       Preparing preparing{device, queue, workspace, follows};
       if (cudaError_t const error = Gemm::prepare(operands, arguments, preparing); error != cudaSuccess) return error;

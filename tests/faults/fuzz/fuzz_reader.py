@@ -20,7 +20,7 @@ import torch  # noqa: F401 - before instrumentation: it takes minutes to instrum
 with atheris.instrument_imports(include=["cutlass_ops"]):
     from cutlass_ops.artifacts import container, manifest
     from cutlass_ops.artifacts.bundle import _require_files
-    from cutlass_ops.base import elf, linkage, sass
+    from cutlass_ops.base import checked_json, elf, sass
     from cutlass_ops.base.errors import BundleError, CompileError, LoadError
 
 
@@ -38,7 +38,7 @@ class _NoHashes:
     sha256 = _NoDigest
 
 
-manifest.hashlib = _NoHashes  # type: ignore[attr-defined]
+checked_json.hashlib = _NoHashes  # type: ignore[assignment]
 
 
 def _use(found: manifest.Manifest) -> None:
@@ -80,7 +80,7 @@ def of_library(data: bytes) -> None:
     checks = (
         lambda: sass.opcodes(data, "it"),
         lambda: elf.exports(data, ("main", "_init")),
-        lambda: linkage.require_own_libraries(data, "it"),
+        lambda: elf.require_own_libraries(data, "it"),
         lambda: [*map(elf.sm_version, elf.gpu_images(data))],
     )
     for check in checks:

@@ -23,11 +23,14 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import Choice, File, Group, KernelRecord, Manifest
-from cutlass_ops.declare.config import Config, GemvConfig, Ordered, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import Config, Ordered, ThreadblockShape, WarpShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import composed
+from cutlass_ops.kinds.gemv.config import GemvConfig
+from cutlass_ops.kinds.sm80.config import Sm80Config
+from cutlass_ops.kinds.sm90.config import Sm90Config
 
 SOURCE = b"// not compiled\n"
 TABLE = b"[]"
@@ -100,7 +103,11 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         Gives the library of a kernel.
     """
     by_bits = {8: QGMMA, 16: HGMMA}
-    data = data or (lambda spec: library(by_bits[spec.a.dtype.bits], UTMALDG, sm=90) if spec.sm90 else library(HMMA))
+    data = data or (
+        lambda spec: (
+            library(by_bits[spec.a.dtype.bits], UTMALDG, sm=90) if spec.config.arch == "sm90" else library(HMMA)
+        )
+    )
     types = {"a": "bf16.row", "b": "bf16.col", "d": "f16.row", "inputs": {"bias": "f32.row.align1"}}
     other = {"a": "f16.row.align2", "b": "f16.col", "d": "f32.row", "inputs": {"gate": "f16.col", "tile": "f32.row"}}
     blocks = {"a": "e4m3.row.blocks1x128", "b": "e5m2.col.blocks128x128"}

@@ -35,7 +35,7 @@ from benchmarks import harness
 from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.run.call import device_of
+from cutlass_ops.operand.call import device_of
 from tests.gpu.fuzz import dense, grouped
 from tests.gpu.fuzz.case import Case, Kernels
 

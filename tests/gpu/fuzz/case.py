@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch
+from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.operand.call import signature_of
 from cutlass_ops.run import requests
-from cutlass_ops.run.call import signature_of
 from cutlass_ops.run.kernels import Kernel
 from tests.gpu import oracle
-from tests.gpu.fuzz.memory import Placed
+from tests.gpu.memory import Placed
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Case:
     function : callable
         What a user calls.
     arguments, named : tuple, dict
-        Its arguments.
+        Its tensors, one after the other: A, B, where groups end, and scales; and its other arguments.
     out : dict of str to Placed
         Outputs of the caller, all or none.
     wanted : callable
@@ -78,6 +78,8 @@ class Case:
         A part of the error of a call that must be refused.
     about : str
         The problem, for messages.
+    grouped : bool
+        Whether the third tensor says where groups end.
     """
 
     function: Callable[..., Any]
@@ -89,6 +91,14 @@ class Case:
     used: int | None = None
     refused: str | None = None
     about: str = ""
+    grouped: bool = False
+
+    def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments as a user passes them: scales in their operands, and ends in groups."""
+        a, b, *others = self.arguments
+        groups = {"groups": co.Groups(others.pop(0))} if self.grouped else {}
+        operands = tuple(map(co.Scaled, (a, b), others)) if others else (a, b)
+        return operands, {**groups, **self.named}
 
     def given(self) -> dict[str, Any]:
         """Return the argument for outputs, if the caller gives them."""
@@ -99,7 +109,8 @@ class Case:
 
     def call(self) -> Any:
         """Make the call as a user does."""
-        return self.function(*self.arguments, **{**self.named, **self.given()})
+        arguments, named = self.values()
+        return self.function(*arguments, **named, **self.given())
 
     def by(self, spec: KernelSpec) -> Any:
         """Have an exact kernel compute it."""
@@ -108,7 +119,8 @@ class Case:
 
     def request(self) -> requests.Request:
         """Return the op behind the call, and its arguments, without outputs."""
-        asked = requests.requested(self.function, *self.arguments, **self.named)
+        arguments, named = self.values()
+        asked = requests.requested(self.function, *arguments, **named)
         named = {name: x for name, x in asked.named.items() if name not in ("out", "out_dtype")}
         return requests.Request(asked.op, asked.arguments, named)
 
@@ -121,7 +133,7 @@ class Case:
             if placed is not None and tensor.data_ptr() != placed.view.data_ptr():
                 return f"{name} is not the tensor that was passed"
         for name, placed in self.out.items():
-            stray = placed.stray(self.used)
+            stray = placed.stray(slice(self.used))
             if stray:
                 return f"{stray} elements outside of {name} were written"
         for name, tensor in zip(names, found, strict=True):
@@ -159,7 +171,8 @@ class Kernels:
         for m, n, k in problems:
             decision = dispatch.decide(signature, device, call.chosen_for._replace(m=m, n=n, k=k))
             assert decision is not None, f"no kernel serves {signature}"
-            every = (decision.config, *(each.config for each in decision.alternatives()))
+            others = policies.policy(signature, device).every(decision.problem)
+            every = (decision.config, *(each.config for each in others))
             # Kernels for few rows take no others.
             found[next(config for config in every if not config.few_rows)] = None
         return cls(tuple(device.spec(signature, config) for config in found))

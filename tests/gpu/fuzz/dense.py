@@ -18,10 +18,10 @@ from cutlass_ops.base.dtypes import FP8 as FP8_TYPES
 from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, f64, i8, tf32
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue
-from cutlass_ops.run import reference
+from cutlass_ops.operand import matrices, reference
 from tests.gpu import multiplied, oracle
 from tests.gpu.fuzz.case import Case, Wanted, moved_by
-from tests.gpu.fuzz.memory import Memory, Placed
+from tests.gpu.memory import Memory, Placed
 
 # Of kernels that are chosen for a family: many rows, and few rows of a long K.
 PROBLEMS = ((4096, 4096, 1024), (48, 512, 4096))
@@ -114,7 +114,7 @@ class Family:
             k = rng.randrange(700, self.most_k + 1)
             m, n = min(m, 300), min(n, 300)
         of_a, of_b = self.majors
-        step = 16 // TYPES_BY_NAME[self.a].bytes
+        step = TYPES_BY_NAME[self.a].tma_alignment
         if not self.aligned:
             m, n, k = m | (of_a == "col"), n | (of_b == "row"), k | (of_a == "row" or of_b == "col")
         elif self.whole:
@@ -144,7 +144,7 @@ class Family:
         named |= {} if self.math is None else {"math": self.math}
         named |= {} if self.epilogue is None else {"epilogue": self.epilogue}
         case = Case(
-            co.gemm if self.scales is None else co.scaled_gemm,
+            co.gemm,
             (a, b, *scales),
             named,
             self._out(memory, (*batch, m, n), d) if is_drawn and rng.random() < 0.7 else {},
@@ -237,7 +237,7 @@ class Family:
         scalars = (i.name for i in graph.inputs if i.kind is Kind.SCALAR and isinstance(by_name[i.name], Tensor))
         by_name |= {name: by_name[name].reshape(()) for name in scalars}
         type_a, type_b = (self._multiplied(x) for x in (a, b))
-        x, w = reference.as_multiplied(a, type_a).double(), reference.as_multiplied(b, type_b).double()
+        x, w = matrices.as_multiplied(a, type_a).double(), matrices.as_multiplied(b, type_b).double()
         if graph.block_scales:
             scales = [torch.as_tensor(by_name[name]).double() for name in graph.block_scales]
             x_scaled, w_scaled = reference.dequantised(x, w, *scales)
@@ -302,7 +302,7 @@ def _halfway(x: Tensor) -> Tensor:
     """Return how far each value moves if it is halfway between two numbers of TF32 and becomes the other one."""
     bits = x.contiguous().view(torch.int32)
     other = (bits & ~0x1FFF).view(torch.float32).double()
-    moved = (reference.as_multiplied(x, tf32).double() - other).abs()
+    moved = (matrices.as_multiplied(x, tf32).double() - other).abs()
     return torch.where((bits & 0x1FFF == 0x1000) & x.isfinite(), moved, 0.0)
 
 

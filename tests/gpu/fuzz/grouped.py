@@ -18,7 +18,7 @@ from cutlass_ops.epilogue.trace import Epilogue
 from tests.gpu import oracle
 from tests.gpu.fuzz.case import Case, Wanted, moved_by
 from tests.gpu.fuzz.dense import torch_type
-from tests.gpu.fuzz.memory import Memory, Placed
+from tests.gpu.memory import Memory, Placed
 
 # Of kernels that are chosen for a family: rows of each group, N and K.
 PROBLEMS = ((512, 4096, 1024), (4, 512, 2048))
@@ -78,7 +78,7 @@ def _gated(acc: Tensor, of: Given) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Calls of ``grouped_gemm`` of one signature.
+    """Calls with groups of rows of one signature.
 
     Attributes
     ----------
@@ -160,7 +160,7 @@ class Rows:
         named |= {} if self.epilogue is None else {"epilogue": self.epilogue}
         named |= {} if self.math is None else {"math": self.math}
         case = Case(
-            co.scaled_grouped_gemm if self.scaled else co.grouped_gemm,
+            co.gemm,
             (x, w, ends_of(sizes, device), *(scales if self.scaled else ())),
             {**named, "out_dtype": d},
             out,
@@ -168,6 +168,7 @@ class Rows:
             oracle.SUMS[self.x],
             used=used,
             about=f"{rows} rows, N {n}, K {k}, groups {sizes}",
+            grouped=True,
         )
         case.wanted = functools.partial(self._wanted, case, sizes, inputs)
         return case
@@ -202,14 +203,14 @@ class Rows:
         ways = [
             (r"^offsets is torch.int64", other(ends=ends.long())),
             (r"^offsets has", other(ends=torch.cat((ends, ends[-1:])))),
-            (r"^x\b", other(x[:, : k - 1])),
-            (r"^w\b", other(w=w[0])),
+            (r"^a\b", other(x[:, : k - 1])),
+            (r"\bb\b", other(w=w[:, :, None])),
             (r"^out\b", replace(case, out={"d": memory.placed((rows + 1, n), case.named["out_dtype"])})),
         ]
         if k > 1:
             ways += [
-                (r"^x has strides", other(x.t().contiguous().t())),
-                (r"^x has shape.*16 bytes", other(narrow)),
+                (r"^a has strides", other(x.t().contiguous().t())),
+                (r"^a .*16 bytes", other(narrow)),
             ]
         ways += [(r"^residual\b", other(residual=case.named["residual"][:-1]))] if "residual" in case.named else []
         pattern, found = memory.rng.choice(ways)
@@ -218,7 +219,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weights:
-    """Calls of ``grouped_gemm_wgrad`` of one signature. Attributes are as those of :class:`Rows`."""
+    """Calls that add up the rows of groups, of one signature. Attributes are as those of :class:`Rows`."""
 
     name: str
     x: str
@@ -254,20 +255,22 @@ class Weights:
             named |= {"epilogue": accumulate, "alpha": _ALPHA, "before": memory.matrix((experts, m, n), d)}
         is_given = memory.device != "meta" and rng.random() < 0.7
         case = Case(
-            co.grouped_gemm_wgrad,
-            (x, gradient, ends_of(sizes, memory.device)),
+            co.gemm,
+            (x.mT, gradient, ends_of(sizes, memory.device)),
             named,
             {"d": memory.placed((experts, m, n), d)} if is_given else {},
             dict,
             oracle.SUMS[self.x],
             about=f"{rows} rows, K {m}, N {n}, groups {sizes}",
+            grouped=True,
         )
         case.wanted = functools.partial(self._wanted, case, sizes)
         return case
 
     def _wanted(self, case: Case, sizes: list[int]) -> Mapping[str, Wanted]:
         used = sum(sizes)
-        x, gradient = (each[:used].double() for each in case.arguments[:2])
+        a, b = case.arguments[:2]
+        x, gradient = (each[:used].double() for each in (a.mT, b))
         expert = torch.repeat_interleave(torch.tensor(sizes), output_size=used).to(x.device)
         mine = (torch.arange(len(sizes), device=x.device)[:, None] == expert).double()[..., None]
         acc = (x * mine).mT @ gradient
@@ -279,17 +282,18 @@ class Weights:
         return moved_by(d, acc, slack)
 
     def _refused(self, memory: Memory, case: Case) -> Case:
-        x, gradient, ends = case.arguments
+        a, gradient, ends = case.arguments
+        x = a.mT
 
         def other(x: Tensor = x, gradient: Tensor = gradient, ends: Tensor = ends) -> Case:
-            return replace(case, arguments=(x, gradient, ends))
+            return replace(case, arguments=(x.mT, gradient, ends))
 
         narrow = memory.placed((x.shape[0], x.shape[1] | 1), x.dtype, aligned=False).view[:, : x.shape[1]]
         ways = [
             (r"^offsets is torch.int64", other(ends=ends.long())),
-            (r"\bgradient\b", other(gradient=gradient[1:])),
-            (r"^gradient has strides", other(gradient=gradient.t().contiguous().t())),
-            (r"^x has shape.*16 bytes", other(narrow)),
+            (r"\bb\b", other(gradient=gradient[1:])),
+            (r"^b has strides", other(gradient=gradient.t().contiguous().t())),
+            (r"^a .*16 bytes", other(narrow)),
         ]
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)

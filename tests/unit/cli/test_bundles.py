@@ -11,10 +11,10 @@ import time
 import pytest
 from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from fake_toolkit import sm80_spec
 from processes import ended
 
 
+@pytest.mark.slow
 def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     code, out, _ = run("generate", catalogue, "--out", tmp_path / "sources")
     assert code == 0
@@ -29,7 +29,7 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     about = json.loads(out)
     assert (about["kernels"], about["targets"], about["signed"]) == (len(sources), ["sm_80"], False)
     assert about["bytes"] == target.stat().st_size
-    assert 0 < about["seconds"] < 60
+    assert about["seconds"] > 0
     assert kit.compilations == len(sources)
     code, out, _ = run("verify", target)
     assert code == 0
@@ -43,31 +43,7 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     assert "2 HMMA" in out
 
 
-def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, tmp_path, monkeypatch):
-    """No command loads, lists or approves of a bundle that the key did not sign."""
-    private, public = write_keys(tmp_path, "mine", Ed25519PrivateKey.generate())
-    unsigned, signed = tmp_path / "unsigned.bundle", tmp_path / "signed.bundle"
-    assert run("bundle", catalogue, "--out", unsigned)[0] == 0
-    assert run("bundle", catalogue, "--out", signed, "--sign", private)[0] == 0
-    monkeypatch.setattr(
-        "cutlass_ops.artifacts.loader.load", lambda artifact: pytest.fail(f"{artifact.where} was loaded")
-    )
-    key = json.loads(run("list", "--bundle", unsigned, "--json")[1])[0]["key"]
-    commands = (("list", "--bundle", unsigned), ("inspect", key, "--bundle", unsigned), ("verify", unsigned))
-    for command in commands:
-        code, out, err = run(*command, "--key", public)
-        assert (code, "is not signed" in out + err) == (5, True)
-    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(public))
-    for command in commands:
-        code, out, err = run(*command)
-        assert (code, "is not signed" in out + err) == (5, True)
-    assert run("list", "--bundle", signed)[0] == 0
-    assert f"signed by {public}" in run("verify", signed)[1]
-    for command in (("list",), ("inspect", tmp_path)):
-        code, _, err = run(*command, "--key", public)
-        assert (code, "kernels in the store are not signed" in err) == (2, True)
-
-
+@pytest.mark.slow
 def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catalogue, tmp_path, monkeypatch):
     (private, public), (_, other) = (write_keys(tmp_path, n, Ed25519PrivateKey.generate()) for n in ("mine", "other"))
     target = tmp_path / "kernels.bundle"
@@ -104,12 +80,6 @@ def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catal
     for command in (("list",), ("inspect", tmp_path)):
         code, _, err = run(*command, "--minimum-version", 3)
         assert (code, "kernels in the store have no version" in " ".join(err.split())) == (2, True)
-
-
-def test_an_executor_of_the_command_line(kit, run, catalogue):
-    code, out, _ = run("build", catalogue, "--executor", "processes:2", "--json")
-    assert code == 0
-    assert len(json.loads(out)) == kit.compilations > 1
 
 
 def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_path):
@@ -197,6 +167,7 @@ def test_a_kernel_that_cannot_be_compiled_is_exit_code_3(kit, run, catalogue, tm
     assert not (tmp_path / "a.bundle").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, catalogue, tmp_path, number):
@@ -254,24 +225,3 @@ def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(
     assert (code, out) == (1, "")
     assert why in err
     assert kit.compilations == 0
-
-
-def test_what_is_not_there_has_no_report(kit, run, tmp_path):
-    code, out, err = run("verify", tmp_path / "none", "--json")
-    error = {
-        "kind": "BundleError",
-        "message": f"bundle {tmp_path}/none cannot be read: no such file or folder",
-    }
-    assert (code, json.loads(out)) == (5, {"error": error})
-    assert "no such file" in err
-
-
-def test_one_kernel_is_singular(kit, run, spec_file, tmp_path):
-    path = spec_file(sm80_spec())
-    (tmp_path / "one.toml").write_text(f'format = 1\nspecs = ["{path}"]\n')
-    made = run("bundle", tmp_path / "one.toml", "--out", tmp_path / "a.bundle")[1]
-    said = made + run("verify", tmp_path / "a.bundle")[1] + run("generate", path, "--out", tmp_path / "sources")[1]
-    said += run("list")[1] + run("inspect", "gemm")[1] + run("clean")[1]
-    for each in ("1 kernel for sm_80,", "1 kernel for sm_80 matches", "1 kernel, ", ": 1 kernel\n", "1 kernel removed"):
-        assert each in said
-    assert not re.search(r"\b1 (kernels|files|stages|blocks)", said)

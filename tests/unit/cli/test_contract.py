@@ -42,21 +42,6 @@ def test_wrong_values(kit, run):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--program triton", "--program triton needs --block, such as --block 128x128x64"),
-        ("--block 64x64x64 --num-warps 3", "num_warps is 3: Triton needs a power of two"),
-        ("--block 64x64x48", "block_k is 48: Triton needs a power of two"),
-        ("--block 64x64", "'64x64' is not a tile: it has 2 extents, not 3. Give BLOCK_M, BLOCK_N and BLOCK_K"),
-        ("--block 64,128x64x64", "'64,128x64x64' is not a tile: it stands for several"),
-    ],
-)
-def test_a_wrong_tile_is_wrong_usage(kit, run, options, says):
-    code, _, err = run("contract", "64x64x64", *options.split())
-    assert (code, says in err) == (2, True), err
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
         ("--num-warps 8", "--num-warps has no effect without --block"),
         ("--num-warps 4 --num-stages 2", "--num-warps and --num-stages have no effect without --block"),
         ("--block 64x64x64 --program wmma", "--block and the program wmma exclude each other"),
@@ -68,8 +53,3 @@ def test_a_wrong_tile_is_wrong_usage(kit, run, options, says):
 def test_an_option_without_effect_is_refused(kit, run, options, says):
     code, _, err = run("contract", "64x64x64", *options.split())
     assert (code, says in err) == (2, True), err
-
-
-def test_a_precision_of_fp32(kit, run):
-    code, out, _ = run("contract", "64x64x64", "--a", "f32", "--b", "f32", "--precision", "tf32", "--arch", "sm_90")
-    assert (code, "wgmma m64nNk8" in out) == (0, True)

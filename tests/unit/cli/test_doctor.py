@@ -96,6 +96,14 @@ def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
     assert "Can compile a kernel: no. Can run one: no." in out
 
 
+# Values that a call would refuse.
+STUMBLES = (
+    *(("JOBS", "many"), ("PROGRESS", "2"), ("TUNING_DIR", "relative"), ("BUNDLE_KEY", "relative"), ("NVTX", "yes")),
+    *(("BUNDLE_VERSION", "x"), ("LINEINFO", "on"), ("EXECUTOR_TIMEOUT", "soon"), ("STAND_IN", "yes")),
+    ("CHOICES", "no"),
+)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [
@@ -104,6 +112,7 @@ def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
         ("CUTLASS_OPS_NVCC", "/nowhere/nvcc", "names /nowhere/nvcc"),
         ("CUTLASS_OPS_CACHE_DIR", "relative", "must be an absolute path"),
         ("CUTLASS_OPS_CACHE_SIZE", "much", "CUTLASS_OPS_CACHE_SIZE is 'much'"),
+        *((f"CUTLASS_OPS_{name}", value, f", not '{value}'") for name, value in STUMBLES),
     ],
 )
 def test_doctor_says_what_stands_in_the_way(kit, run, monkeypatch, variable, value, problem):
@@ -111,16 +120,10 @@ def test_doctor_says_what_stands_in_the_way(kit, run, monkeypatch, variable, val
     code, out, _ = run("doctor")
     assert code == 1
     assert problem in out
+    assert variable in out.partition("\nProblems\n")[2]
 
 
-def test_doctor_refuses_a_store_that_others_may_write(kit, run, tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store").chmod(0o777)
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert "unusable" in out
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["locks", "tmp", "failed", "v2"])
 @pytest.mark.parametrize("kind", ["a link", "not a folder"])
 def test_doctor_says_why_nothing_can_be_built(kit, run, spec_file, tmp_path, name, kind):
@@ -134,13 +137,6 @@ def test_doctor_says_why_nothing_can_be_built(kit, run, spec_file, tmp_path, nam
     code, _, err = run("build", spec_file(sm80_spec()))
     assert code == 4 or name == "failed"  # which nothing needs that succeeds
     assert name == "failed" or f"{path} is {kind}. Remove it" in err
-
-
-def test_doctor_tries_to_write_where_the_store_will_be(kit, run, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", "/proc/store")
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert "the kernel store /proc/store cannot be used" in out.partition("\nProblems\n")[2]
 
 
 def test_doctor_leaves_no_trace(kit, run, tmp_path):
@@ -173,6 +169,7 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
     assert ": 1 kernel, " in out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("variables", "remark"),
     [
@@ -193,10 +190,7 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
             {"cutlass_ops_jobs": "2"},
             "cutlass_ops_jobs is not a variable of this library: did you mean CUTLASS_OPS_JOBS?",
         ),
-        (
-            {"CUTLASS_OPS_XYZ_ABC": "2"},
-            "CUTLASS_OPS_XYZ_ABC is not a variable of this library: they are CUTLASS_OPS_",
-        ),
+        ({"CUTLASS_OPS_XYZ_ABC": "2"}, "CUTLASS_OPS_XYZ_ABC is not a variable of this library: they are CUTLASS_OPS_"),
         ({"CUTLASS_OPS_PROGRESS": ""}, "CUTLASS_OPS_PROGRESS is empty, which counts as unset"),
         ({"XDG_CACHE_HOME": "relative"}, "XDG_CACHE_HOME is 'relative', which is ignored"),
         ({"XDG_CACHE_HOME": "/tmp"}, "XDG_CACHE_HOME is ignored: CUTLASS_OPS_CACHE_DIR takes precedence"),
@@ -217,35 +211,7 @@ def test_doctor_remarks_on_what_does_nothing(kit, run, monkeypatch, variables, r
     assert any(remark in each for each in json.loads(run("doctor", "--json")[1])["remarks"])
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("CUTLASS_OPS_JOBS", "many"),
-        ("CUTLASS_OPS_PROGRESS", "2"),
-        ("CUTLASS_OPS_TUNING_DIR", "relative"),
-        ("CUTLASS_OPS_BUNDLE_KEY", "relative"),
-        ("CUTLASS_OPS_BUNDLE_VERSION", "x"),
-        ("CUTLASS_OPS_LINEINFO", "on"),
-        ("CUTLASS_OPS_EXECUTOR_TIMEOUT", "soon"),
-        ("CUTLASS_OPS_STAND_IN", "yes"),
-        ("CUTLASS_OPS_CHOICES", "no"),
-        ("CUTLASS_OPS_NVTX", "yes"),
-    ],
-)
-def test_doctor_says_which_values_a_call_would_stumble_over(kit, run, monkeypatch, variable, value):
-    monkeypatch.setenv(variable, value)
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert re.search(rf"{variable} must be .*, not '{value}'", out.partition("\nProblems\n")[2])
-
-
-def test_doctor_reports_a_cuda_folder_of_nobody(kit, run, monkeypatch):
-    monkeypatch.setenv("CUDA_PATH", "~nobodyx/cuda")
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert "CUDA_PATH is '~nobodyx/cuda', but that home folder does not exist" in out.partition("\nProblems\n")[2]
-
-
+@pytest.mark.slow
 def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
     assert run("bundle", catalogue, "--out", tmp_path / "a.bundle")[0] == 0
     assert run("clean")[0] == 0

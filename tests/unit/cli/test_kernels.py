@@ -99,7 +99,3 @@ def test_the_declaration_in_the_documents_can_be_built(kit, run, tmp_path):
     spec = shipping.read_spec(path)
     path.write_text(spec.canonical())  # as the page says
     assert shipping.read_spec(path) == spec
-
-
-def test_help_names_the_variable_of_jobs(run):
-    assert "CUTLASS_OPS_JOBS" in run("build", "--help")[1]

@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_toolkit import HGMMA, HMMA, UTMALDG, library
-from signatures import A100, H100, H200, signature
+from signatures import A100, signature
 
 from cutlass_ops.artifacts import installed
 from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.base import resources
 from cutlass_ops.choose import policies, tables
-from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.rows import ROWS
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.epilogue import composed
 from cutlass_ops.ship import distributing, pools
 
 TABLES = [tables.load_ours(path) for path in sorted(resources.tuned().glob("*.json"))]
@@ -39,26 +36,6 @@ def test_each_problem_has_a_kernel_and_none_is_needless():
     assert pools.cover(near, most=2) == [0, 1]
 
 
-def test_a_problem_that_no_kernel_serves_is_left_aside():
-    assert pools.cover(np.array([[False, False], [False, True]])) == [1]
-    assert pools.cover(np.zeros((3, 2), bool)) == []
-
-
-def test_on_small_matrices_there_are_about_as_few_as_can_be():
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        near = rng.random((8, 6)) < 0.4
-        near[~near.any(1), 0] = True
-        found = pools.cover(near)
-        assert near[:, found].any(1).all()
-        for at in found:
-            assert not near[:, [other for other in found if other != at]].any(1).all()
-        least = next(
-            n for n in range(1, 7) if any(near[:, list(c)].any(1).all() for c in itertools.combinations(range(6), n))
-        )
-        assert len(found) <= least + 1
-
-
 # ---- By the tables -------------------------------------------------------------------------------------------------
 
 
@@ -75,6 +52,7 @@ def test_no_problem_of_a_table_is_further_behind_than_three_percent(parts):
     assert checked >= 10
 
 
+@pytest.mark.slow
 def test_every_op_and_dtype_is_there_and_within_the_limit(parts):
     assert set(parts) == set(itertools.product(distributing.OPS, distributing.DTYPES))
     for part in parts.values():
@@ -83,19 +61,6 @@ def test_every_op_and_dtype_is_there_and_within_the_limit(parts):
         assert part.pool.measured == part.pool.problems > 1000  # on both devices
         assert {spec.target for spec in part.specs} <= {"sm_90a", "sm_90"}
         assert {OpSignature.of(spec) for spec in part.specs} == {part.pool.signature}
-
-
-def test_a_lower_limit_takes_more_kernels():
-    counts = [len(pools.pool(signature(), [H100], behind).kernels) for behind in (0.01, 0.03, 0.08)]
-    assert counts == sorted(counts, reverse=True)
-    assert len(set(counts)) == 3
-
-
-def test_limited_to_few_it_says_how_many_problems_are_beyond():
-    found = pools.pool(signature(), [H100], 0.03, most=3)
-    assert len(found.kernels) == 3
-    assert 0 < found.beyond < found.problems
-    assert found.worst <= 0.03 + 1e-9
 
 
 def test_a_target_without_tables_has_what_the_model_finds_fastest():
@@ -109,38 +74,7 @@ def test_a_target_without_tables_has_what_the_model_finds_fastest():
     assert (mine <= times.min(1) * (1.03 + 1e-9)).all()
 
 
-def test_devices_are_those_with_tables_else_all():
-    assert distributing.devices_of("sm_90a") == (H100, H200)
-    assert len(distributing.devices_of("sm_89")) == 2
-
-
-def test_where_two_gemms_serve_an_op_these_are_in_it():
-    assert [part.pool.signature.epilogue for part in distributing.parts("sm_80", ["gemm_swiglu"], ["bf16"])] == [
-        composed.swiglu_gate.graph,
-        composed.swiglu_up.graph,
-    ]
-
-
 # ---- Choices -------------------------------------------------------------------------------------------------------
-
-
-def test_choices_are_the_best_of_the_pool_where_measured_and_nearly_elsewhere():
-    found = pools.pool(signature(), [H100], 0.03)
-    chosen = pools.choices(found, H100)
-    assert {(4096, 4096), (28672, 4096)} < {(c.n, c.k) for c in chosen}
-    assert len(chosen) == 22  # as docs/deployment.md says
-    policy = policies.Policy.of(policies.policy(signature(), H100).tables, signature(), H100, found.kernels)
-    for choice in chosen[::4]:
-        rows = [most for most, _ in choice.rows]
-        assert rows == sorted(set(rows))
-        for m in (1, 3, 16, 100, 333, 1000, 4096, 5000):
-            problem = Problem(m, choice.n, choice.k)
-            ranked = policy.ranked(problem, found.kernels)
-            mine = next(c for c in ranked if c.config == choice.at(m).config)
-            # Between the numbers of rows that were looked at, a kernel's time has jumped.
-            limit = 1.0 if mine.source == "measured" else 1.01 if m in ROWS else 1.15
-            assert mine.microseconds <= ranked[0].microseconds * limit * (1 + 1e-9), (problem, mine)
-            assert mine.config.refuses(choice.at(m).order) is None
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------
@@ -148,6 +82,7 @@ def test_choices_are_the_best_of_the_pool_where_measured_and_nearly_elsewhere():
 SOME = ("--op", "gemm", "--op", "gemm_bias", "--dtype", "bf16", "--json")
 
 
+@pytest.mark.slow
 def test_a_distribution_is_built_in_parts_and_twice_the_same(kit, run, tmp_path):
     kit.makes(library(HMMA))
     code, out, _ = run("distribution", "sm_80", *SOME, "--plan")

@@ -27,16 +27,6 @@ def test_counters_of_another_machine(kit, run, csv):
     assert (code, json.loads(out)["chip"]) == (0, "NVIDIA H200")
 
 
-def test_the_roofline(kit, run, csv, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, _, _ = run("profile", "--csv", csv, "--plot", tmp_path / "r.svg", "--plot", tmp_path / "r.png")
-    assert code == 0
-    assert (tmp_path / "r.svg").stat().st_size > 1000
-    assert (tmp_path / "r.png").stat().st_size > 1000
-    code, _, err = run("profile", "--csv", csv, "--plot", tmp_path / "r.pdf")
-    assert (code, "must end in .svg or .png" in err) == (2, True)
-
-
 def test_without_a_gpu(kit, run):
     code, _, err = run("profile", "gemm", "512x512x512")
     assert code == 4
@@ -69,10 +59,6 @@ _OP = ("gemm", "64x64x64")
 def test_a_wrong_value_or_one_without_effect_is_wrong_usage(kit, run, args, says):
     code, _, err = run("profile", *args)
     assert (code, says in err) == (2, True), err
-
-
-def test_a_regular_expression_that_python_warns_about(kit, run):
-    assert run("profile", "--kernels", "[[:alpha:]]+", *_OP)[0] == 4
 
 
 def test_a_script_gets_its_own_options(kit, run, tmp_path):

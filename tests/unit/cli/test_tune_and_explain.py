@@ -11,8 +11,7 @@ from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
-from cutlass_ops.run.call import call_at
-from cutlass_ops.run.grouped import wgrad_op
+from cutlass_ops.operand.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning
 
@@ -41,14 +40,6 @@ def test_explain_says_first_what_serves_how_long_it_takes_and_why(kit, run):
     (as_json,) = json.loads(run("explain", "gemm_bias_relu", "M=512", "N=4096", "K=4096", "--json")[1])
     assert as_json == json.loads(json.dumps(found.to_json()))
     assert (as_json["device"], as_json["verdict"]) == (H100.name, found.verdict)
-
-
-@pytest.mark.parametrize(("device", "says"), [("H200", "on NVIDIA H200 is"), ("sm_80", "on NVIDIA A100-SXM4-80GB is")])
-def test_explain_as_another_gpu_would(kit, run, device, says):
-    code, out, _ = run("explain", "gemm", "64x512x512", "--device", device)
-    assert code == 0
-    assert says in out.splitlines()[0]
-    assert "no CUDA device here" not in out
 
 
 @pytest.mark.parametrize(
@@ -109,20 +100,6 @@ def test_explain_refuses_what_it_cannot_read(run, args, why):
     error = json.loads(run("explain", *args, "--json")[1])["error"]
     assert error["kind"] == "UsageError"
     assert why in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
-        (["no_such_module:f", "1x1x1"], "cannot be imported"),
-        (["json:dumps", "1x1x1"], "name a function decorated with"),
-    ],
-)
-def test_explain_refuses_an_import_path_that_leads_to_no_epilogue(kit, run, args, why):
-    code, _, err = run("explain", *args)
-    assert code == 1
-    assert why in err
-    assert err.startswith("error: ")
 
 
 def test_tune_needs_a_device(kit, run):
@@ -191,20 +168,20 @@ def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monke
         ([], 64, (), builtin.bias),
         (["--spread", "Zipf", "--spread", "equal"], 64, ("equal", "Zipf"), builtin.bias),
         (["--spread", "one,random"], 64, ("random", "one"), builtin.bias),
-        (["--wgrad"], 64, (), wgrad_op(builtin.bias)),
+        (["--wgrad"], 64, (), builtin.bias),
     ],
 )
 def test_tune_takes_groups(kit, run, monkeypatch, options, groups, spreads, op):
     calls = []
 
     def tune(op, problems, **given):
-        calls.append((op, given["groups"], given["spreads"], given["batches"]))
+        calls.append((op, given["groups"], given["spreads"], given["wgrad"]))
         return tuning.Report(measured=1, asked=1)
 
     monkeypatch.setattr(tuning, "tune", tune)
     # Near means of rows are one problem: it is enough if that was measured.
     assert run("tune", "gemm_bias", "298,299x2048x4096", "--groups", "64", *options)[0] == 0
-    assert calls == [(op, groups, spreads, None)]
+    assert calls == [(op, groups, spreads, "--wgrad" in options)]
 
 
 def test_explain_of_groups(run):
@@ -243,8 +220,8 @@ def test_a_dtype_that_the_op_does_not_take_is_wrong_usage(run, command, argument
     ("options", "why"),
     [
         (["--groups", "0"], "Invalid value for '--groups'"),
-        (["--spread", "one"], "--spread needs --groups: say how many experts there are"),
-        (["--wgrad"], "--wgrad needs --groups: say how many experts there are"),
+        (["--spread", "one"], "--spread needs --groups: say how many groups there are"),
+        (["--wgrad"], "--wgrad needs --groups: say how many groups there are"),
         (["--groups", "4", "--spread", "zap"], "'--spread': 'zap' is not a spread of rows: use some of equal, random"),
         (["--groups", "4", "--batches", "4"], "--groups and --batches exclude each other"),
         (["--groups", "4", "--allow-fallback"], "PyTorch serves no groups"),
@@ -265,8 +242,3 @@ def test_tune_refuses_a_folder_that_cannot_be_written_before_it_measures(kit, ru
     assert "is not a folder" in err or "cannot be written" in err
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / folder))
     assert run("tune", "gemm", "1x2x3")[0] == 1
-
-
-def test_a_folder_is_named_as_it_was_given(kit, run):
-    _, _, err = run("tune", "gemm", "1x2x3", "--folder", "/proc/x")
-    assert "error: /proc/x cannot be written: no file can be created in /proc (" in err

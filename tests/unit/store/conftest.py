@@ -3,8 +3,7 @@
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.entry import identity_key
+from cutlass_ops.artifacts.entry import Compiled, identity_key
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.compilation.identity import kernel_identity
 

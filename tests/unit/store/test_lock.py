@@ -1,6 +1,5 @@
 """The lock of a build."""
 
-import contextlib
 import errno
 import os
 import shutil
@@ -17,54 +16,11 @@ from cutlass_ops.base.errors import StoreError
 SPEC = sm80_spec()
 
 
-def test_one_holder_at_a_time_among_threads(store):
-    inside, most = 0, 0
-
-    def work():
-        nonlocal inside, most
-        with store.lock("a" * 64):
-            inside += 1
-            most = max(most, inside)
-            time.sleep(0.01)
-            inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
-
-
-def test_keys_do_not_wait_for_each_other(store):
-    with store.lock("a" * 64), store.lock("b" * 64):
-        pass
-
-
 def test_waiting_can_be_cancelled(store):
     cancel = threading.Event()
     cancel.set()
     with store.lock("a" * 64), pytest.raises(CancelledError), store.lock("a" * 64, cancel):
         pass
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_keep_the_lock(store):
-    read, write = os.pipe()
-    with store.lock("a" * 64):
-        pid = os.fork()
-        if pid == 0:
-            os.close(write)
-            os.read(read, 1)
-            os._exit(0)
-    try:
-        with store.lock("a" * 64):
-            pass
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(write)
-        os.close(read)
-        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])

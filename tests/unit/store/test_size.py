@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import shutil
 import time
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from fake_toolkit import HMMA, library, sm80_spec
 from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.entry import FORMAT
-from cutlass_ops.base import recency
+from cutlass_ops.base import disk
 from cutlass_ops.base.errors import LoadError
 
 SPEC = sm80_spec()
@@ -44,39 +43,11 @@ def test_the_least_recently_used_go(store, put, monkeypatch):
     assert list((store.root / "tmp").iterdir()) == []
 
 
-def test_a_store_stays_within_its_limit(store, put, monkeypatch):
-    size = bytes_of(put(sm80_spec(2), "s" * 100).folder)
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", str(3 * size + size // 2))
-    for number in range(20):
-        made = put(sm80_spec(2), f"{number:0100}")
-        assert store.lookup(made.key) == made
-        assert bytes_of(store.root / f"v{FORMAT}") <= 3 * size + size // 2
-    assert len(list(store.entries())) == 3
-
-
 def test_a_kernel_that_alone_is_too_large_stays(store, put, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "1B")
     first, second = put(sm80_spec(2)), put(sm80_spec(3))
     assert list(store.entries()) == [second]
     assert store.lookup(first.key) is None
-
-
-def test_a_store_may_be_without_limit(store, put, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "none")
-    made = {put(sm80_spec(stages)).key for stages in (2, 3, 4)}
-    assert {a.key for a in store.entries()} == made
-
-
-def test_a_large_store_is_not_measured_for_every_kernel(store, put, monkeypatch):
-    looks = []
-    monkeypatch.setattr(recency, "uses", lambda folders: looks.append(1) or [])
-    for number in range(10):
-        put(source=str(number))
-    assert len(looks) == 1
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "1kB")
-    for number in range(10, 20):
-        put(source=str(number))
-    assert len(looks) == 11
 
 
 def test_a_wrong_limit_is_said_before_anything_is_compiled(store, monkeypatch):
@@ -92,32 +63,22 @@ def test_what_cannot_be_removed_costs_no_kernel(store, put, monkeypatch, caplog)
     def fail(*_):
         raise PermissionError(errno.EACCES, "not yours")
 
-    monkeypatch.setattr(recency, "excess", fail)
+    monkeypatch.setattr(disk, "excess", fail)
     assert store.lookup(put(sm80_spec(3)).key)
     assert "cannot limit the size" in caplog.text
-
-
-def test_a_use_that_cannot_be_noted_is_a_use(store, put, monkeypatch):
-    key = put().key
-
-    def fail(*_, **__):
-        raise OSError(errno.EROFS, "read-only")
-
-    monkeypatch.setattr(os, "utime", fail)
-    assert store.lookup(key)
 
 
 def test_a_kernel_used_since_it_was_looked_at_stays(store, put, monkeypatch):
     first = used(put(sm80_spec(2)), 100)
     monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "1B")
-    look = recency.uses
+    look = disk.uses
 
     def late(folders):
         found = look(folders)
         assert store.lookup(first.key)
         return found
 
-    monkeypatch.setattr(recency, "uses", late)
+    monkeypatch.setattr(disk, "uses", late)
     put(sm80_spec(3))
     assert first.folder.exists()
 
@@ -136,25 +97,6 @@ def test_a_kernel_that_is_removed_while_it_is_looked_up_is_a_miss(store, put, mo
     with caplog.at_level(logging.DEBUG):
         assert store.lookup(artifact.key) is None
     assert caplog.text == ""
-
-
-def test_a_kernel_that_is_removed_and_made_again_while_it_is_looked_up_is_found(store, put, monkeypatch):
-    artifact = put()
-    whole = entry_module._read_manifest
-
-    def read(folder, key):
-        monkeypatch.setattr(entry_module, "_read_manifest", whole)
-        found = whole(folder, key)
-        # Two of them, so that its inode is another one.
-        kept = folder.with_name("kept")
-        shutil.copytree(folder, kept)
-        store.discard(folder)
-        kept.rename(folder)
-        (folder / "kernel.so").chmod(0o600)
-        return found | {"files": {"kernel.so": {"size": 1, "sha256": ""}, "kernel.cu": {"size": 1, "sha256": ""}}}
-
-    monkeypatch.setattr(entry_module, "_read_manifest", read)
-    assert store.lookup(artifact.key) == artifact
 
 
 def test_what_is_removed_right_after_it_was_published_is_no_error(store, put, monkeypatch):

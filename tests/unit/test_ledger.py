@@ -1,0 +1,25 @@
+"""The ledger of proven kernels: a compile test is skipped for the same kernel and the same test alone."""
+
+from tests import ledger
+
+
+def test_another_kernel_or_another_text_of_the_test_is_not_proven(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "LEDGER", tmp_path / "ledger.json")
+    assert ledger.read() == {}
+    ledger.note({"key": {"opcodes": {"HMMA": 4}}}, "test_a", "text")
+    ledger.note({"key": {"opcodes": {"HMMA": 4}}}, "test_b", "other")
+    found = ledger.read()
+    day = found["key"]["date"]
+    assert ledger.proven(found, "key", "test_a", "text") == ledger.proven(found, "key", "test_b", "other") == day
+    for key, name, text in (("other", "test_a", "text"), ("key", "test_c", "text"), ("key", "test_a", "other")):
+        assert ledger.proven(found, key, name, text) is None
+
+
+def test_a_test_is_known_by_its_text():
+    def one():
+        return 1
+
+    def two():
+        return 2
+
+    assert ledger.digest(one) == ledger.digest(one) != ledger.digest(two)
