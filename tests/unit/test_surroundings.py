@@ -160,6 +160,13 @@ def test_a_symbolic_trace_goes_through_pickle(monkeypatch):
             getattr(portable, name)
 
 
+def test_a_symbolic_trace_calls_the_op_that_its_name_finds():
+    again = portable._made.__wrapped__(co.gemm_bias_relu.program_name)  # an equal op, as a session makes after another
+    assert again is not co.gemm_bias_relu
+    saved = pickle.dumps(torch.fx.symbolic_trace(lambda x: again(x, W, BIAS)))
+    assert torch.equal(pickle.loads(saved)(X), co.gemm_bias_relu(X, W, BIAS))
+
+
 @pytest.mark.slow
 def test_an_epilogue_is_defined_outside_of_what_is_compiled():
     def function(x):
