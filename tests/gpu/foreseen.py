@@ -14,9 +14,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +27,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.compilation import apart
+from cutlass_ops.compilation.builder import build_together
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.gpus import gpu_named
-from cutlass_ops.declare.quantizing import declaration_from_json
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.operand import call
 from cutlass_ops.run import backward
@@ -259,10 +262,22 @@ def spread(device: Device) -> list[KernelSpec]:
         ]
 
 
+def _read(name: str) -> list[Any]:
+    return list(json.loads(Path(name).read_text()))
+
+
 def main() -> None:
-    """Compile the kernels of files."""
-    found = [declaration_from_json(each) for name in sys.argv[1:] for each in json.loads(Path(name).read_text())]
-    build_many(list(dict.fromkeys(found)))
+    """Compile the kernels of files, those of one kind together: that takes half the time."""
+    files = {declaration_from_json(each): name for name in reversed(sys.argv[1:]) for each in _read(name)}
+    kinds = collections.defaultdict[Any, list[Declaration]](list)
+    for spec, file in files.items():
+        kinds[file, apart.alike(spec)].append(spec)
+    in_turn = sorted(kinds, key=lambda kind: sys.argv.index(kind[0]))
+    groups = [kinds[kind][i : i + apart.MOST] for kind in in_turn for i in range(0, len(kinds[kind]), apart.MOST)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        built = [each for group in pool.map(lambda group: list(build_together(group)), groups) for each in group]
+    failed = [each for each in built if isinstance(each, Exception)]
+    print(f"{len(built) - len(failed)} kernels are there, {len(failed)} are not", *failed[:3], sep="\n")
 
 
 if __name__ == "__main__":
