@@ -91,7 +91,7 @@ def scalar(name: str, value: Any) -> Any:
         if value.ndim == 0:
             return value
         if value.numel() == 1 and not value.is_neg() and not watching.is_watched() and watching.is_memory(value):
-            return value.reshape(())
+            return value.squeeze()
     if isinstance(value, (torch.SymInt, torch.SymFloat)) or watching.is_special(value):
         return value
     if not isinstance(value, Tensor):

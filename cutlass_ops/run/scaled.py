@@ -57,6 +57,11 @@ def of_prepared(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
     return scale
 
 
+def of_row(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
+    """Return scales (1, N) of columns as (N,), as kernels read them."""
+    return scale[0]
+
+
 def of_columns(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
     """Return scales of columns of b (E, K, N) in the shape of a Row: (N,), or (E, N). Others are returned unchanged.
 

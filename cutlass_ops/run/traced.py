@@ -247,7 +247,7 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
     if overriding:
         # A tensor subclass may rebuild the tuple without names: add them afterwards.
         listed = len(entry.outputs) > 1 and all(isinstance(x, Tensor) for x in overriding)
-        called = portable.find(called.program_name)  # of several equal ops, the one that its name finds: pickles need it
+        called = portable.find(called.program_name)  # pickles need the one that its name finds
         run: Callable[..., Any] = called.as_list if listed else called
         given = {name: x for name, x in (("out", out), ("out_dtype", out_dtype)) if x is not None}
         found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)

@@ -6,6 +6,7 @@ checks every argument. If it refuses, the slow path finds another kernel or rais
 
 from __future__ import annotations
 
+import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,7 @@ class Warm(portable.Portable):
             (at, float if of[1] is scalar else None) for at, of in enumerate(self._scalars) if of is not None
         )
         self._columns = tuple(len(form.operands) + at for at, i in enumerate(graph.inputs) if i.kind is Kind.COL)
+        self._rows = tuple(len(form.operands) + at for at, i in enumerate(graph.inputs) if i.kind is Kind.ROW)
         self._has_one_output = len(self.outputs) == 1
         self._count, self._input_names = len(self.names), frozenset(self.names)
         self._output_names = frozenset(self.outputs)
@@ -153,9 +155,13 @@ class Warm(portable.Portable):
 
     def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return inputs with those that are numbers as a kernel takes them."""
-        if not self._numbers:
-            return inputs
-        return tuple(x if of is None else of[1](of[0], x) for of, x in zip(self._scalars, inputs, strict=True))
+        found: list[Any] | None = None
+        for at, plain in self._numbers:
+            if type(inputs[at]) is not plain:
+                name, read = self._scalars[at]  # type: ignore[misc]
+                found = list(inputs) if found is None else found
+                found[at] = read(name, inputs[at])
+        return inputs if found is None else tuple(found)
 
     def in_math(self, math: Math) -> Any:
         """Return this op with another ``math`` (see :func:`cutlass_ops.gemm`). Raises TypeError if there is none."""
@@ -237,12 +243,24 @@ class Warm(portable.Portable):
         else:
             results = plan.run(a, b, inputs, given)
         if results is None:
+            flat = self._without_ones(b, inputs)
+            if flat is not None:
+                return self._run_warm(a, b, flat, out, out_dtype)
             self.refused_warm += 1
             return None
         self.served_warm += 1
         self.served_by_pytorch += plan.by_pytorch
         self.copied_operands += plan.copies
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
+
+    def _without_ones(self, b: Tensor, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return inputs whose rows (1, N) are (N,), as kernels read them; None if there are none."""
+        found = list(inputs)
+        for at in self._rows:
+            x = inputs[at]
+            if watching.is_memory(x) and x.ndim == b.ndim == 2 and len(x) == 1:
+                found[at] = x[0]
+        return None if all(map(operator.is_, found, inputs)) else tuple(found)
 
     def _run_recorded(self, a: Any, b: Any, inputs: tuple[Any, ...], out_dtype: torch.dtype | None) -> Any:
         """Run a call that autograd records as a similar call was recorded; None if there was none."""

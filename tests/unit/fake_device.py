@@ -14,6 +14,7 @@ from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import i32, i64
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background, Wanted
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.operand import call, groups
@@ -131,7 +132,7 @@ class FakeDevice:
 
         def refused(arguments):
             for position, (tensor, operand, kind) in enumerate(zip(arguments, types, kinds, strict=True)):
-                reason = _refusal(tensor, operand, kind)
+                reason = _refusal(tensor, operand, kind, spec.form != DENSE)
                 if reason is not None:
                     return 16 * position + reason.value
             return 0
@@ -182,7 +183,7 @@ def _exchange():
     return loader.as_exported(lambda _: None)
 
 
-def _refusal(tensor, operand, kind):
+def _refusal(tensor, operand, kind, batched):
     if isinstance(tensor, float):
         return None
     if isinstance(tensor, int):
@@ -193,6 +194,8 @@ def _refusal(tensor, operand, kind):
         return Reason.DTYPE
     if kind in (*BLOCKS, Kind.BLOCKS_D):  # scales of blocks have any strides
         return None
+    if kind is Kind.ROW and not batched and tensor.ndim != 1:
+        return Reason.SHAPE
     inner = -1 if operand.major == "row" else -2
     if tensor.ndim > 1 and min(tensor.shape[-2:]) > 1 and tensor.stride(inner) != 1:
         return Reason.MAJOR

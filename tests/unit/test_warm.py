@@ -11,7 +11,7 @@ from signatures import A100
 import cutlass_ops as co
 from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import gated, ops, plan
+from cutlass_ops.run import gated, gemm, ops, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 M, N, K = 48, 520, 264
@@ -157,6 +157,21 @@ def test_what_is_wrong_is_said_after_warm_calls_as_before(op, out, out_dtype, ki
 @co.epilogue
 def weighted(acc, weight: co.Col):
     return acc * weight
+
+
+def test_a_row_of_two_dimensions_is_served_warm(op, device):
+    op(A, B, BIAS[None], 0.5)
+    found = op(A, B, BIAS[None], 0.5)
+    assert (op.served_warm, op.refused_warm, len(device.launches)) == (1, 0, 2)
+    assert (found.d.double() - wanted()["d"]).abs().max() < 0.05
+
+
+def test_scales_of_two_dimensions_are_served_warm(device):
+    a, b = (co.Scaled.quantize(matrix(64, 128), torch.float8_e4m3fn) for _ in range(2))
+    rows = co.Scaled(a.values, torch.rand(64, 1)), co.Scaled(b.values.t(), torch.rand(1, 64))
+    first, op = co.gemm(*rows), gemm.op_for(None, "dense", (True, True, False))
+    assert torch.equal(co.gemm(*rows), first)
+    assert (op.served_warm, op.refused_warm, len(device.launches)) == (1, 0, 2)
 
 
 def test_a_column_of_another_shape_is_refused_warm_as_before(device, monkeypatch):
