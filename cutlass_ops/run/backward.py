@@ -28,6 +28,8 @@ from cutlass_ops.epilogue.saving import Saving, saving
 from cutlass_ops.operand import batches, reference, sizes, watching
 from cutlass_ops.operand.sizes import surely
 from cutlass_ops.operand.tensors import overlap, require_tensor
+from cutlass_ops.run import tape
+from cutlass_ops.run.plan import new_tensor
 from cutlass_ops.run.portable import Portable
 
 Values = dict[str, Any]
@@ -430,7 +432,8 @@ class Step:
         if graph is None:
             return None
         values = {**values, _GIVEN: acc, **{_column_of(name): self._flat(Kind.COL, self._mean(name)) for name in means}}
-        a, b = self.a.new_empty(self.m, _UNREAD_K), self.a.new_empty_strided((_UNREAD_K, self.n), (1, _UNREAD_K))
+        a = _unread(self.a, (self.m, _UNREAD_K), (_UNREAD_K, 1))
+        b = _unread(self.a, (_UNREAD_K, self.n), (1, _UNREAD_K))
         listed = self.dense(graph, a, b, *(values[i.name] for i in graph.inputs))
         return dict(zip((o.name for o in graph.outputs), listed, strict=True))
 
@@ -582,6 +585,8 @@ class Step:
 
 # Rows that are added up at first: in blocks, PyTorch adds without scratch memory.
 _BLOCK = 128
+# Elements of a tile for which the scratch memory does not matter.
+_LITTLE = 1 << 22
 
 
 def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -592,7 +597,7 @@ def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows = tile.shape[-2]
     whole = rows // _BLOCK * _BLOCK
-    if not surely(whole > _BLOCK):
+    if not surely(whole > _BLOCK and tile.numel() > _LITTLE):
         return tile.sum(-2, dtype=dtype)
     blocks: Tensor = tile.narrow(-2, 0, whole).unflatten(-2, (-1, _BLOCK))  # type: ignore[no-untyped-call]
     total = blocks.sum(-2, dtype=dtype).sum(-2)
@@ -601,6 +606,14 @@ def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:
 
 # K's extent in operands that nobody reads: they only define M and N.
 _UNREAD_K = 8
+
+
+def _unread(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    if watching.is_watched() or torch.compiler.is_dynamo_compiling():
+        return like.new_empty_strided(shape, strides)
+    recording = tape.active()
+    make = new_tensor if recording is None else functools.partial(recording.make, new_tensor)
+    return make(like, shape, strides, like.dtype)
 
 
 def has_kernels(a: Tensor) -> bool:

@@ -55,6 +55,12 @@ class Portable(ABC):
         """Run it as a similar call ran before; None if there was none, or if its arguments need checking."""
         return None
 
+    def plans_like(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None
+    ) -> Sequence[Any]:
+        """Return the plans of kernels for calls like this one; none if each call needs a further look."""
+        return ()
+
     def run_new(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it as :meth:`run_plain` does, after :meth:`run_warm` returned None."""
         return self.run_plain(a, b, inputs, out, out_dtype)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -84,10 +85,14 @@ def _lie(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return all that a step may ask of tensors except values; None if it may ask more, or its calls are watched."""
     if torch.is_grad_enabled() or watching.is_watched() or torch.compiler.is_dynamo_compiling():
         return None
+    if forward_ad._current_level >= 0:
+        return None
     found: list[Any] = []
     for x in tensors:
         kind = type(x)
         if kind is not Tensor and kind is not Parameter:
+            return None
+        if x.is_neg():
             return None
         found += (x.shape, x.stride(), x.dtype, x.device)
     # Two tensors that are the same now may differ in the next step.
@@ -101,7 +106,7 @@ class _Tape(TorchFunctionMode):
         super().__init__()
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._count = itertools.count()
-        self._constants: dict[str, Any] = {"call": _call}
+        self._constants: dict[str, Any] = {}
         # For each line: the variables that it sets, its text, those that it reads, and whether it only computes.
         self._lines: list[tuple[list[str], str, list[str], bool]] = []
         self._can_repeat = True
@@ -134,14 +139,23 @@ class _Tape(TorchFunctionMode):
         """Run an op, as one line."""
         read: list[str] = []
         out, out_dtype = given.get("out"), given.get("out_dtype")
-        arguments = [self._constant(op), *(self._text(x, read) for x in (a, b, inputs, out, out_dtype))]
+        arguments = [self._text(x, read) for x in (a, b, inputs, out, out_dtype)]
         _ACTIVE.tape = None
         try:
             with torch._C.DisableTorchFunction():
                 found: list[Tensor] = op.as_list(a, b, *inputs, **given)
         finally:
             _ACTIVE.tape = self
-        self._write(found, f"call({', '.join(arguments)})", read, out is None)
+        self._write(found, f"{self._constant(_Call(op))}({', '.join(arguments)})", read, out is None)
+        return found
+
+    def make(self, function: Callable[..., Tensor], like: Tensor, *plain: Any) -> Tensor:
+        """Make a new tensor like another one, as one line: `function` is none of PyTorch's."""
+        read: list[str] = []
+        arguments = [self._text(x, read) for x in (like, *plain)]
+        with torch._C.DisableTorchFunction():
+            found = function(like, *plain)
+        self._write([found], f"({self._constant(function)}({', '.join(arguments)}),)", read, True)
         return found
 
     def program(self, results: Sequence[Tensor | None]) -> Compute | None:
@@ -214,9 +228,33 @@ class _Tape(TorchFunctionMode):
         return repr(value) if value is None or type(value) in (int, bool, str) else self._constant(value)
 
 
-def _call(op: Any, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: Any) -> Sequence[Tensor]:
-    found = op.run_warm(a, b, inputs, out, out_dtype)
-    if found is None:
-        given = {} if out is None else {"out": out}
-        return op.as_list(a, b, *inputs, out_dtype=out_dtype, **given)  # type: ignore[no-any-return]
-    return (found,) if isinstance(found, Tensor) else found
+class _Call:
+    """A call of an op in a record. Once a kernel serves it, that is launched without a look into the op's plans.
+
+    The record's key has all that the look would ask, and the kernel checks the rest.
+    """
+
+    __slots__ = ("op", "plan")
+
+    def __init__(self, op: Any) -> None:
+        self.op, self.plan = op, None
+
+    def __call__(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None
+    ) -> Sequence[Tensor]:
+        op = self.op
+        given = None if out is None else (out,) if isinstance(out, Tensor) else tuple(map(out.get, op.outputs))
+        plans = op.plans_like(a, b, inputs, out, out_dtype) if self.plan is None else (self.plan,)
+        for plan in plans:
+            results = plan.run(a, b, inputs, given)
+            if results is not None:
+                self.plan = plan
+                op.served_warm += 1
+                op.copied_operands += plan.copies
+                return results  # type: ignore[no-any-return]
+        self.plan = None
+        found = op.run_warm(a, b, inputs, out, out_dtype)
+        if found is None:
+            named = {} if out is None else {"out": out}
+            return op.as_list(a, b, *inputs, out_dtype=out_dtype, **named)  # type: ignore[no-any-return]
+        return (found,) if isinstance(found, Tensor) else found

@@ -149,6 +149,16 @@ class Warm(portable.Portable):
         """Run it by a remembered plan; None if there is none, or if its arguments need checking."""
         return self._run_warm(a, b, self.numbers(inputs), out, out_dtype)
 
+    def plans_like(  # noqa: D102
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None
+    ) -> Sequence[Plan]:
+        given: Given = () if out is None else (out,) if type(out) is Tensor else self._given_by_name(out, out_dtype)
+        if self.numbers(inputs) is not inputs or given is None:
+            return ()
+        weight = self._plans.get((b.shape, a.dtype, _dtypes(given, out_dtype) if given else out_dtype, a.get_device()))
+        found = () if weight is None else _each(weight.plans.get(a.shape))
+        return found if all(type(plan) is Plan and not plan.misaligned for plan in found) else ()  # type: ignore[return-value]
+
     def run_new(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Check a call's arguments, serve it, and remember how."""
         return self._run_cold(a, b, self.numbers(inputs), out, out_dtype)
