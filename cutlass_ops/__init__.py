@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from cutlass_ops.kinds.legality import check
     from cutlass_ops.kinds.render import source
     from cutlass_ops.nn.patching import patch, unpatch
+    from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.kernels import build
     from cutlass_ops.run.named import (
@@ -91,6 +92,7 @@ _MODULES = {
     "kinds.legality": ("check",),
     "kinds.render": ("source",),
     "nn.patching": ("patch", "unpatch"),
+    "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
     "run.gemm": ("gemm",),
     "run.kernels": ("build",),
@@ -125,6 +127,7 @@ __all__ = [
     "Col",
     "CutlassOpsError",
     "Epilogue",
+    "Fp8State",
     "Groups",
     "InstructionShape",
     "Integer",

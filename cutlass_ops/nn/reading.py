@@ -19,7 +19,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.call import device_of
 from cutlass_ops.operand.matrices import has_lines_along
-from cutlass_ops.run import casting, fp8
+from cutlass_ops.run import casting, fp8, traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -60,7 +60,8 @@ def is_foreign(x: Any, *weights: Any) -> bool:
 
     These are sparse and nested tensors, classes that say themselves what ``F.linear`` does, devices without kernels,
     transforms of torch.func, and other dtypes than those of 16 bits and FP8 unless torch.autocast casts them. FP64 has
-    kernels, but not for norms and for all derivatives.
+    kernels, but not for norms and for all derivatives. So are calls whose step is quicker by PyTorch
+    (:func:`records_little`).
     """
     if not isinstance(x, Tensor):
         return False
@@ -68,10 +69,33 @@ def is_foreign(x: Any, *weights: Any) -> bool:
         return True
     if not torch.compiler.is_dynamo_compiling() and watching.is_transformed():
         return True
-    if x.dtype in _MULTIPLIED:
+    if x.dtype not in _MULTIPLIED:
+        dtype = casting.dtype_of(x)
+        if dtype not in _MULTIPLIED and all(casting.dtype_of(w) == dtype for w in weights):
+            return True
+    return on_gpu(x) and torch.is_grad_enabled() and records_little(x, *weights)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a call with x runs on a GPU."""
+    return x.is_cuda
+
+
+# Multiplications of a layer up to which PyTorch's own step is quicker (benchmarks/NOTES.md, "Small layers").
+LITTLE = 1 << 34
+
+
+def records_little(x: Tensor, *weights: Tensor) -> bool:
+    """Whether autograd records layers whose steps take the host longer than the GPU.
+
+    A backward in Python then loses more time than its kernels win. A graph has no host, and a program little of it.
+    """
+    if torch.compiler.is_dynamo_compiling() or not (x.requires_grad or any(w.requires_grad for w in weights)):
         return False
-    dtype = casting.dtype_of(x)
-    return dtype not in _MULTIPLIED and all(casting.dtype_of(w) == dtype for w in weights)
+    m = x.numel() // max(x.shape[-1] if x.ndim else 1, 1)
+    if any(m * w.numel() > LITTLE for w in weights) or watching.is_watched() or traced.is_recomputing():
+        return False
+    return not has_main_grad(*weights) and not torch.cuda.is_current_stream_capturing()
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cutlass_ops.base import env
+from cutlass_ops.nn import reading
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +26,18 @@ def _nothing_in_the_background(request, monkeypatch):
         monkeypatch.setattr(Background, "guess", lambda *_: None)
         # So that a test's calls are served by their best kernels, whatever a store holds.
         monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_record_small_layers(request, monkeypatch):
+    """Tests' layers are small, and PyTorch would serve their training."""
+    if "served_plainly" not in request.fixturenames:
+        monkeypatch.setattr(reading, "LITTLE", -1)
+
+
+@pytest.fixture
+def served_plainly():
+    """Small layers are recorded as they are for users."""
 
 
 @pytest.fixture(autouse=True)

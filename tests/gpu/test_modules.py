@@ -10,7 +10,7 @@ from torch import nn
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import Row, Tile, builtin, epilogue, functions
-from cutlass_ops.run import backward
+from cutlass_ops.run import backward, warm
 from cutlass_ops.run.chained import chain
 from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, packaged, step
 from tests.scripts import script
@@ -61,6 +61,7 @@ def test_recomputing_gives_the_same(name):
 def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
     module = made(name, BF16, "cuda")
     x = drawn(BF16, "cuda")
+    warm._forget()  # a recorded step asks nothing
     by_kernel = step(module, module, x)
     asked = []
     monkeypatch.setattr(backward, "has_kernels", lambda a: asked.append(a) or False)
@@ -69,6 +70,21 @@ def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
     assert bool(asked) == (name in ("linear_gelu", "rmsnorm", "mlp"))
     for a, b in zip(by_kernel, by_pytorch, strict=True):
         assert (a - b).norm() <= 0.01 * b.norm()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_pytorch_records_small_layers_and_kernels_serve_graphs(name, served_plainly):
+    module, x = made(name, BF16, "cuda"), drawn(BF16, "cuda")
+    found = step(module, module, x)
+    plain = step(lambda x: MODULES[name][1](module, x), module, x)
+    require_equal(found, plain, "eager")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(module, module, x)
+    graph.replay()
+    assert not all(map(torch.equal, captured, plain))
+    for a, b in zip(captured, plain, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
 
 
 def require_equal(found, wanted, when):
