@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.base import dtypes
@@ -18,7 +19,7 @@ from cutlass_ops.epilogue import Epilogue, Graph, composed
 from cutlass_ops.operand import scalars
 from cutlass_ops.operand.results import QuantizedResidualRms, ResidualRms, RowStatistic, usual_dtype
 from cutlass_ops.operand.tensors import element_type, refuse_shapeless, require_tensor
-from cutlass_ops.run import casting, fp8, scaled, traced, weights
+from cutlass_ops.run import casting, folding, fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.values import PreparedWeight, Scaled, parts
@@ -443,11 +444,36 @@ def _prepare_layer(
             raise TypeError("b is not prepared for a LayerNorm: pass prepare(w, gamma, beta, norm='layer')")
         if gamma is not None or beta is not None:
             raise TypeError("b is prepared and already contains gamma and beta: leave them out")
-    prepared = b if isinstance(b, PreparedWeight) else weights.fold_layernorm(b, gamma, beta, "b")
     norm, values = _layer_values(eps, mean, rstd)
+    if not isinstance(b, PreparedWeight) and norm is composed.layer_norm:
+        x = _normalised(a, b, gamma, beta, eps)
+        if x is not None:
+            return _after_norm("layernorm_gemm", epilogue), (x, b)
+    prepared = b if isinstance(b, PreparedWeight) else weights.fold_layernorm(b, gamma, beta, "b")
     shift = () if prepared.shift is None else (prepared.shift,)
     op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
     return op, (a, prepared.matrix, prepared.column_sum, *values, *shift)
+
+
+def _normalised(a: Any, b: Any, gamma: Tensor | None, beta: Tensor | None, eps: Any) -> Tensor | None:
+    """Return layernorm(a) by PyTorch, which reads a once: folding reads b several times. None if it cannot.
+
+    Raises TypeError or ValueError if gamma or beta do not fit b.
+    """
+    refuse_shapeless(a=a, b=b, gamma=gamma, beta=beta)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or type(eps) is not float or not a.ndim:
+        return None
+    dtype = casting.autocast_dtype(a)
+    a, b = casting.autocast_to(dtype, a), casting.autocast_to(dtype, b)
+    vectors = {name: x for name, x in (("gamma", gamma), ("beta", beta)) if x is not None}
+    if a.dtype not in (torch.float16, torch.bfloat16) or b.ndim != 2 or a.shape[-1] != b.shape[0]:
+        return None
+    if any(not isinstance(x, Tensor) or x.dtype != a.dtype for x in (b, *vectors.values())):
+        return None
+    for name, x in vectors.items():
+        folding.require_vector(b, name, x, "b")
+    with casting.without_autocast(a.device):  # in which PyTorch's norm has other types
+        return F.layer_norm(a, a.shape[-1:], gamma, beta, eps)
 
 
 @overload
@@ -498,7 +524,7 @@ def layernorm_gemm(
     out_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> Any:
-    """Compute epilogue(layernorm(a; gamma, beta, eps) @ b, inputs) in one kernel.
+    """Compute epilogue(layernorm(a; gamma, beta, eps) @ b, inputs), in one kernel if b is prepared.
 
     layernorm(a) = (a - mean(a)) / √(variance(a) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
     kernel computes mean and mean square in one pass and subtracts. So it loses digits if a row's mean is large compared
@@ -512,8 +538,9 @@ def layernorm_gemm(
         are: there are no scales.
     b : Tensor or PreparedWeight
         (K, N), the same dtype, or either FP8 type for a in FP8; or the result of :func:`prepare` with ``norm="layer"``.
-        If b is a plain tensor, **every call** reads it several times, for column sums, gamma and beta, and does not
-        check gamma · b for overflow.
+        If b is a plain tensor, PyTorch normalises a in a kernel of its own, unless the dtypes of a, b, gamma and beta
+        differ: then **every call** reads b several times, for column sums, gamma and beta, and does not check gamma · b
+        for overflow.
     gamma, beta : Tensor, optional
         (K,). Only for b in FP16 or BF16.
     eps : float, optional
@@ -595,6 +622,15 @@ def _composed(
             )
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
     return graph_op(name, graph, doc)
+
+
+@traced.remembered
+def _after_norm(name: str, epilogue: Epilogue | None) -> Op:
+    """Return the op of what follows a norm that was computed before."""
+    op = op_of(epilogue)
+    if epilogue is not None:
+        _check_follower(name, epilogue.name, op.graph, False)
+    return graph_op(name, op.graph, op.epilogue.doc)
 
 
 def _check_math(name: str, math: Any, known: Sequence[str] = ACCUMULATIONS) -> None:

@@ -268,7 +268,7 @@ class Warm(portable.Portable):
         found = list(inputs)
         for at in self._rows:
             x = inputs[at]
-            if watching.is_memory(x) and x.ndim == b.ndim == 2 and len(x) == 1:
+            if isinstance(x, Tensor) and watching.is_memory(x) and x.ndim == b.ndim == 2 and len(x) == 1:
                 found[at] = x[0]
         return None if all(map(operator.is_, found, inputs)) else tuple(found)
 

@@ -91,7 +91,6 @@ def test_the_type_checker_knows_the_names(tmp_path):
     [
         ("CompileError", "it is co.errors.CompileError"),
         ("PreparedWeight", "it is co.types.PreparedWeight"),
-        ("Fp8State", "it is co.nn.Fp8State"),
         ("quantize", "call co.e.quantize in an epilogue, and co.Scaled.quantize for a tensor. docs"),
     ],
 )

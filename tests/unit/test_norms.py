@@ -276,18 +276,17 @@ def test_layernorm_is_as_accurate_as_pytorchs(kind, dtype, vectors):
     x, (weight, gamma) = rows(kind, dtype), weights(dtype)
     gamma, beta = (v if used else None for v, used in zip((gamma, torch.randn(K).to(dtype)), vectors, strict=True))
     wanted, eager = exact_layer(x, weight, gamma, beta), eager_layer(x, weight, gamma, beta)
-    found = co.layernorm_gemm(x, weight.t(), gamma, beta, eps=EPS)
-    assert_accurate(found, wanted, eager)
+    assert_accurate(co.layernorm_gemm(x, weight.t(), gamma, beta, eps=EPS), wanted, eager)
     prepared = co.prepare(weight.t(), gamma, beta, norm="layer")
     assert (prepared.shift is None) is (beta is None)
-    assert torch.equal(co.layernorm_gemm(x, prepared, eps=EPS), found)
+    assert_accurate(co.layernorm_gemm(x, prepared, eps=EPS), wanted, eager)
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [(F16, 1), (F16, 10), (F16, 50), (BF16, 10), (BF16, 50), (BF16, 200)])
 def test_layernorm_of_rows_far_from_zero(dtype, ratio):
     x, (weight, _) = (torch.randn(M, 4096) + ratio).to(dtype), weights(dtype, k=4096)
-    found = co.layernorm_gemm(x, weight.t(), eps=EPS)
-    assert_accurate(found, exact_layer(x, weight), eager_layer(x, weight))
+    for b in (weight.t(), co.prepare(weight.t(), norm="layer")):
+        assert_accurate(co.layernorm_gemm(x, b, eps=EPS), exact_layer(x, weight), eager_layer(x, weight))
 
 
 @DTYPES
@@ -298,7 +297,8 @@ def test_with_moments_given_rows_may_be_further_from_zero_than_one_pass_can_tell
     found = co.layernorm_gemm(x, weight.t(), mean=mean, rstd=(variance + EPS).rsqrt())
     assert_accurate(found, wanted, eager)
     # One pass has no digits left for the variance: the limit that the documentation names is one.
-    assert error(co.layernorm_gemm(x, weight.t(), eps=EPS), wanted) > 2 * error(eager, wanted)
+    prepared = co.prepare(weight.t(), norm="layer")
+    assert error(co.layernorm_gemm(x, prepared, eps=EPS), wanted) > 2 * error(eager, wanted)
 
 
 def test_layernorms_rows_of_zeros_nan_and_infinity():
