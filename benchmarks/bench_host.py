@@ -30,8 +30,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ from torch import Tensor, nn
 from trained_layers import PLAIN, plain_swiglu
 
 import cutlass_ops as co
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.nn import reading
 
 CALLS, ROUNDS, AHEAD = 1000, 10, 20
 DEVICE = "cuda"
@@ -335,7 +337,17 @@ LAYERS: dict[str, Callable[..., tuple[nn.Module, Callable[[Any, Tensor], Any]]]]
     "DecoderBlock": lambda **d: (co.nn.DecoderBlock(SIZE, 2 * SIZE, 4, 4, **d), PLAIN["decoder"]),
     "Hugging Face's LlamaMLP": _hugging_face,
 }  # fmt: skip
-PASSES = ("inference", "forward", "backward", "both")
+PASSES = ("inference", "forward", "backward", "both", "both by kernels")
+
+
+@contextmanager
+def _by_kernels() -> Iterator[None]:
+    """Record small layers by kernels, as large ones are."""
+    little, reading.LITTLE = reading.LITTLE, -1
+    try:
+        yield
+    finally:
+        reading.LITTLE = little
 
 
 def _pass(layer: str, what: str, draw: Draw) -> Form:
@@ -360,6 +372,15 @@ def _pass(layer: str, what: str, draw: Draw) -> Form:
             return way
         if what == "both":
             return lambda: torch.autograd.grad(way(), parameters, of_d)
+        if what == "both by kernels":
+
+            def kernels() -> None:
+                with _by_kernels():
+                    way().backward(of_d)
+                for parameter in parameters:
+                    parameter.grad = None
+
+            return kernels
         with torch.enable_grad():
             d = way()
         return lambda: torch.autograd.grad(d, parameters, of_d, retain_graph=True)
@@ -644,6 +665,7 @@ def main() -> None:
     done = {row["form"] for row in rows}
     asked = {name: make for name, make in asked.items() if name not in done}
     names = list(asked)
+    Background.guess = lambda *_: None  # type: ignore[method-assign]  # compilers beside it would be timed as well
     for at, name in enumerate(names):
         if time.monotonic() - begin > args.limit:
             break

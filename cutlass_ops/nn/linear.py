@@ -199,10 +199,13 @@ def activated(activation: str, ops: epilogues.LinearOps, layer: Any, x: Tensor) 
 
 
 def is_plain(x: Any, *layers: Any) -> bool:
-    """Whether reading the weights of layers equals calling them with x, and nothing follows their biases."""
-    if not are_read(_OWN, *layers) or any(layer.is_activated for layer in layers):
-        return False
-    return not is_foreign(x, *(layer.weight for layer in layers))
+    """Whether kernels serve x, as the layers would be called."""
+    return are_plain(*layers) and not is_foreign(x, *(layer.weight for layer in layers))
+
+
+def are_plain(*layers: Any) -> bool:
+    """Whether reading the weights of layers equals calling them, and nothing follows their biases."""
+    return are_read(_OWN, *layers) and not any(layer.is_activated for layer in layers)
 
 
 # The class whose parameters are read; a subclass may have another forward.

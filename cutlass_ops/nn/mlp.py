@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.linear import Activated, Linear, activated, is_plain
+from cutlass_ops.nn.linear import Activated, Linear, activated, are_plain
 from cutlass_ops.nn.parallel import plus, sum_dtype
-from cutlass_ops.nn.reading import add_to_main_grad, is_watched, matrices, matrix, must_leave_trace, rows, vectors
+from cutlass_ops.nn.reading import (
+    add_to_main_grad,
+    is_foreign,
+    is_watched,
+    matrices,
+    matrix,
+    must_leave_trace,
+    parameter,
+    rows,
+    vectors,
+)
 from cutlass_ops.run.chained import chain
 from cutlass_ops.run.gated import gated_op
 
@@ -71,11 +82,13 @@ class MLP(Activated, torch.nn.Module):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual (..., N), which is passed by name."""
         first, second = self.fc1, self.fc2
-        if not is_plain(x, first, second):
+        if not are_plain(first, second):
             return call(second, activated(self._known, self._ops, first, x), residual)
-        return two_layers(
-            (self._ops, second._ops), x, (first.weight, second.weight), (first.bias, second.bias), residual
-        )
+        weights, biases = read(first, second)
+        if is_foreign(x, *weights):
+            between = epilogues.activated(self._known, F.linear(x, weights[0], biases[0]))
+            return plus(F.linear(between, weights[1], biases[1]), residual)
+        return two_layers((self._ops, second._ops), x, weights, biases, residual)
 
 
 class GatedMLP(Activated, torch.nn.Module):
@@ -129,15 +142,18 @@ class GatedMLP(Activated, torch.nn.Module):
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Compute the layers for x (..., K), and add a residual of x's shape."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if not is_plain(x, gate, up, down) or (gate.bias is None) != (up.bias is None):
+        if not are_plain(gate, up, down) or (gate.bias is None) != (up.bias is None):
             return call(down, activated(self._known, self._gate_ops, gate, x) * up(x), residual)
-        return gated_layers(
-            (self._ops, down._ops),
-            x,
-            (gate.weight, up.weight, down.weight),
-            (gate.bias, up.bias, down.bias),
-            residual,
-        )
+        weights, biases = read(gate, up, down)
+        if is_foreign(x, *weights):
+            of_gate = epilogues.activated(self._known, F.linear(x, weights[0], biases[0]))
+            return plus(F.linear(of_gate * F.linear(x, weights[1], biases[1]), weights[2], biases[2]), residual)
+        return gated_layers((self._ops, down._ops), x, weights, biases, residual)
+
+
+def read(*layers: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the weights of layers, and their biases."""
+    return tuple([parameter(m, "weight") for m in layers]), tuple([parameter(m, "bias") for m in layers])
 
 
 def call(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -151,8 +167,8 @@ def call(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 def two_layers(
     ops: tuple[epilogues.LinearOps, epilogues.LinearOps],
     x: Tensor,
-    weights: tuple[Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     residual: Tensor | None,
     as_b: Callable[[Tensor], Tensor] = matrix,
 ) -> Tensor:
@@ -174,8 +190,8 @@ def gated_ops(activation: str | None) -> tuple[Any, Any]:
 def gated_layers(
     ops: tuple[tuple[Any, Any], epilogues.LinearOps],
     x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     residual: Tensor | None,
 ) -> Tensor:
     """Compute gate, up and down by the ops of the gate and of the last layer. Gate and up both have a bias, or none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue
@@ -70,9 +71,12 @@ class NormLinear(Activated, torch.nn.Module):
         """Compute the layer for x (..., K)."""
         norm, linear = self.norm, self.linear
         # What would be added to main_grad is the gradient of the weight, and not of its product with the norm's.
-        if not self._is_read(norm, linear) or has_main_grad(linear.weight) or is_foreign(x, linear.weight):
+        if not self._is_read(norm, linear) or has_main_grad(linear.weight):
             self._drop()
             return activated(self._known, self._ops, linear, norm(x))
+        if is_foreign(x, linear.weight):
+            self._drop()
+            return epilogues.activated(self._known, F.linear(norm(x), linear.weight, linear.bias))
         bias = linear.bias
         inputs = {} if bias is None else {"bias": bias.contiguous()}
         return self._run(rows(x), norm, linear, self._folded_for(x), self._epilogues[int(bias is not None)], inputs)

@@ -90,12 +90,16 @@ def records_little(x: Tensor, *weights: Tensor) -> bool:
 
     A backward in Python then loses more time than its kernels win. A graph has no host, and a program little of it.
     """
-    if torch.compiler.is_dynamo_compiling() or not (x.requires_grad or any(w.requires_grad for w in weights)):
+    if torch.compiler.is_dynamo_compiling():
         return False
-    m = x.numel() // max(x.shape[-1] if x.ndim else 1, 1)
-    if any(m * w.numel() > LITTLE for w in weights) or watching.is_watched() or traced.is_recomputing():
+    rows, differentiated = x.numel() // max(x.shape[-1] if x.ndim else 1, 1), x.requires_grad
+    for w in weights:
+        if rows * w.numel() > LITTLE or getattr(w, "main_grad", None) is not None:
+            return False
+        differentiated = differentiated or w.requires_grad
+    if not differentiated or watching.is_watched() or traced.is_recomputing():
         return False
-    return not has_main_grad(*weights) and not torch.cuda.is_current_stream_capturing()
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -147,8 +151,8 @@ def parameter(module: Any, name: str) -> Any:
 
     An attribute of a module takes ten times as long as an entry of its parameters.
     """
-    found = module._parameters.get(name)
-    return getattr(module, name, None) if found is None else found
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name, None)
 
 
 # ---- Operands --------------------------------------------------------------------------------------------------------
