@@ -343,11 +343,11 @@ PASSES = ("inference", "forward", "backward", "both", "both by kernels")
 @contextmanager
 def _by_kernels() -> Iterator[None]:
     """Record small layers by kernels, as large ones are."""
-    little, reading.LITTLE = reading.LITTLE, -1
+    reading.LITTLE = -1
     try:
         yield
     finally:
-        reading.LITTLE = little
+        reading.LITTLE = 1 << 34
 
 
 def _pass(layer: str, what: str, draw: Draw) -> Form:

@@ -85,14 +85,14 @@ def _lies_as_product(folded: Tensor, w: Tensor, gamma: Tensor) -> bool:
 
 def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Check the arguments of :func:`fold`, and compute its result."""
-    require_vector(w, "gamma", gamma, name)
+    _check(name, w, "gamma", gamma)
     matrices.Matrix(name, w, element_type(name, w)).layout()
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
 def fold_recorded(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Compute :func:`fold_checked` by operations that autograd records."""
-    require_vector(w, "gamma", gamma, name)
+    _check(name, w, "gamma", gamma)
     return (w * gamma[:, None]).to(w.dtype)
 
 
@@ -119,7 +119,7 @@ def quantize(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
         If an argument does not fit, or values are infinite or NaN.
     """
     gamma = torch.ones(w.shape[:1], device=w.device) if gamma is None else gamma
-    require_vector(w, "gamma", gamma)
+    _check("w", w, "gamma", gamma)
     found = _along_k(w, dtype)
     rows, exact = gamma.double()[:, None], torch.float64
 
@@ -207,7 +207,7 @@ def row_times(name: str, row: Tensor, w: Tensor, name_w: str = "w") -> Tensor:
 
 def row_times_checked(name: str, row: Tensor, w: Tensor, name_w: str = "w") -> Tensor:
     """Check the arguments of :func:`row_times`, and compute its result."""
-    require_vector(w, name, row, name_w)
+    _check(name_w, w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
 
@@ -227,8 +227,7 @@ def _empty_like(w: Tensor) -> Tensor:
     return found if by_rows else found.t()
 
 
-def require_vector(w: Tensor, vector_name: str, vector: Tensor, name: str = "w") -> None:
-    """Raise TypeError or ValueError if a weight (K, N) or a vector (K,) does not fit."""
+def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
     require_tensor(name, w)
     require_tensor(vector_name, vector)
     element_type(name, w, (f16, bf16))

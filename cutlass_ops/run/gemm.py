@@ -108,7 +108,7 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
     scales = scaled.scales_of(a, b, scale_a, found, groups=groups is not None)
     if groups is not None and not scales[2]:
         found, fitted = scaled.of_columns(a, scale_a, b, scale_b), scaled.of_columns
-    elif groups is None and scales[1] and b.ndim == found.ndim == 2:
+    elif groups is None and scales[1] and isinstance(b, Tensor) and b.ndim == found.ndim == 2:
         found, fitted = found[0], scaled.of_row
     return op_for(epilogue, form, scales, expected, name), None if found is scale_b else fitted
 

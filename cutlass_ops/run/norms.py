@@ -16,10 +16,10 @@ from torch import Tensor
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.mma import ACCUMULATIONS, Math
 from cutlass_ops.epilogue import Epilogue, Graph, composed
-from cutlass_ops.operand import scalars
+from cutlass_ops.operand import scalars, watching
 from cutlass_ops.operand.results import QuantizedResidualRms, ResidualRms, RowStatistic, usual_dtype
 from cutlass_ops.operand.tensors import element_type, refuse_shapeless, require_tensor
-from cutlass_ops.run import casting, folding, fp8, scaled, traced, weights
+from cutlass_ops.run import casting, fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.values import PreparedWeight, Scaled, parts
@@ -455,23 +455,29 @@ def _prepare_layer(
     return op, (a, prepared.matrix, prepared.column_sum, *values, *shift)
 
 
-def _normalised(a: Any, b: Any, gamma: Tensor | None, beta: Tensor | None, eps: Any) -> Tensor | None:
-    """Return layernorm(a) by PyTorch, which reads a once: folding reads b several times. None if it cannot.
+_NORMALISED = frozenset((torch.float16, torch.bfloat16))
 
-    Raises TypeError or ValueError if gamma or beta do not fit b.
+
+def _normalised(a: Any, b: Any, gamma: Tensor | None, beta: Tensor | None, eps: Any) -> Tensor | None:
+    """Return layernorm(a) by PyTorch, which reads a once: folding reads b several times.
+
+    None if it cannot: then folding, or the call, says what does not fit.
     """
-    refuse_shapeless(a=a, b=b, gamma=gamma, beta=beta)
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or type(eps) is not float or not a.ndim:
+    vectors = [x for x in (gamma, beta) if x is not None]
+    if type(eps) is not float or not all(isinstance(x, Tensor) for x in (a, b, *vectors)):
+        return None
+    if a.layout is not torch.strided or watching.is_left_over(a):
         return None
     dtype = casting.autocast_dtype(a)
     a, b = casting.autocast_to(dtype, a), casting.autocast_to(dtype, b)
-    vectors = {name: x for name, x in (("gamma", gamma), ("beta", beta)) if x is not None}
-    if a.dtype not in (torch.float16, torch.bfloat16) or b.ndim != 2 or a.shape[-1] != b.shape[0]:
+    try:
+        lines = b.shape[:1]
+        if a.shape[-1:] != lines or b.ndim != 2 or a.dtype not in _NORMALISED or b.dtype != a.dtype:
+            return None
+        if any(x.shape != lines or x.dtype != a.dtype or x.device != a.device for x in vectors):
+            return None
+    except RuntimeError:  # nested tensors have no shape
         return None
-    if any(not isinstance(x, Tensor) or x.dtype != a.dtype for x in (b, *vectors.values())):
-        return None
-    for name, x in vectors.items():
-        folding.require_vector(b, name, x, "b")
     with casting.without_autocast(a.device):  # in which PyTorch's norm has other types
         return F.layer_norm(a, a.shape[-1:], gamma, beta, eps)
 
