@@ -44,7 +44,6 @@ from torch import Tensor, nn
 from trained_layers import PLAIN, plain_swiglu
 
 import cutlass_ops as co
-from cutlass_ops.compilation.background import Background
 from cutlass_ops.nn import reading
 
 CALLS, ROUNDS, AHEAD = 1000, 10, 20
@@ -665,7 +664,6 @@ def main() -> None:
     done = {row["form"] for row in rows}
     asked = {name: make for name, make in asked.items() if name not in done}
     names = list(asked)
-    Background.guess = lambda *_: None  # type: ignore[method-assign]  # compilers beside it would be timed as well
     for at, name in enumerate(names):
         if time.monotonic() - begin > args.limit:
             break

@@ -57,8 +57,8 @@ def norms(results: Path, table: Table, raw: Raw) -> list[str]:
 
 def host(results: Path, table: Table, raw: Raw) -> list[str]:
     """Return the host time of each form of call."""
-    data = _read(results, "host_h200")
-    forms = [row for row in data.get("forms", data["rows"]) if "us" in row]
+    data = _read(results, "host_calls_h200")
+    forms = [row for row in data["rows"] if "us" in row]
 
     def cells(form: dict[str, Any]) -> list[str]:
         times = [form["us"].get(call) for call in _CALLS.values()]
@@ -69,9 +69,10 @@ def host(results: Path, table: Table, raw: Raw) -> list[str]:
     header = ("form", *_CALLS, "ours / PyTorch", "prepared / with `out`")
     return [
         "## Host time",
-        f"The time to enqueue one warm call, in µs, the median over the rounds ({raw('host_h200')}, {data['date']}, "
-        f"{data['processors']} cores of {data['processor']}; {raw('host_h100')} has an H100). Problems are too small "
-        "to fill the queue. Below 1, ours costs less. *Prepared* is a launch of `co.prepare_launch`.",
+        f"The time to enqueue one warm call, in µs, the median over the rounds ({raw('host_calls_h200')}, "
+        f"{data['date']}, {data['processors']} cores of {data['processor']}; {raw('host_h100')} has an H100). Problems "
+        "are too small to fill the queue. Below 1, ours costs less. *Prepared* is a launch of `co.prepare_launch`. In "
+        "rows of layers, *both* is a forward and a backward, and *by kernels* what larger layers run.",
         table(header, [(form["form"], *cells(form)) for form in forms], text=("form",)),
     ]
 

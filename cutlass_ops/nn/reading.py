@@ -81,7 +81,7 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-# Multiplications of a layer up to which PyTorch's own step is quicker (benchmarks/NOTES.md, "Small layers").
+# Multiplications of a layer up to which PyTorch's own step is quicker (benchmarks/NOTES.md, "Calls").
 LITTLE = 1 << 34
 
 
