@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from trained_layers import PLAIN, plain_swiglu
 
 import cutlass_ops as co
-from cutlass_ops.nn import reading
+from cutlass_ops.run import little
 
 CALLS, ROUNDS, AHEAD = 1000, 10, 20
 DEVICE = "cuda"
@@ -342,11 +342,11 @@ PASSES = ("inference", "forward", "backward", "both", "both by kernels")
 @contextmanager
 def _by_kernels() -> Iterator[None]:
     """Record small layers by kernels, as large ones are."""
-    reading.LITTLE = -1
+    little.LITTLE = -1
     try:
         yield
     finally:
-        reading.LITTLE = 1 << 34
+        little.LITTLE = 1 << 34
 
 
 def _pass(layer: str, what: str, draw: Draw) -> Form:

@@ -19,7 +19,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.call import device_of
 from cutlass_ops.operand.matrices import has_lines_along
-from cutlass_ops.run import casting, fp8, traced
+from cutlass_ops.run import casting, fp8, little
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -61,7 +61,7 @@ def is_foreign(x: Any, *weights: Any) -> bool:
     These are sparse and nested tensors, classes that say themselves what ``F.linear`` does, devices without kernels,
     transforms of torch.func, and other dtypes than those of 16 bits and FP8 unless torch.autocast casts them. FP64 has
     kernels, but not for norms and for all derivatives. So are calls whose step is quicker by PyTorch
-    (:func:`records_little`).
+    (``run/little.py``).
     """
     if not isinstance(x, Tensor):
         return False
@@ -73,33 +73,7 @@ def is_foreign(x: Any, *weights: Any) -> bool:
         dtype = casting.dtype_of(x)
         if dtype not in _MULTIPLIED and all(casting.dtype_of(w) == dtype for w in weights):
             return True
-    return on_gpu(x) and torch.is_grad_enabled() and records_little(x, *weights)
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether a call with x runs on a GPU."""
-    return x.is_cuda
-
-
-# Multiplications of a layer up to which PyTorch's own step is quicker (benchmarks/NOTES.md, "Calls").
-LITTLE = 1 << 34
-
-
-def records_little(x: Tensor, *weights: Tensor) -> bool:
-    """Whether autograd records layers whose steps take the host longer than the GPU.
-
-    A backward in Python then loses more time than its kernels win. A graph has no host, and a program little of it.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    rows, differentiated = x.numel() // max(x.shape[-1] if x.ndim else 1, 1), x.requires_grad
-    for w in weights:
-        if rows * w.numel() > LITTLE or getattr(w, "main_grad", None) is not None:
-            return False
-        differentiated = differentiated or w.requires_grad
-    if not differentiated or watching.is_watched() or traced.is_recomputing():
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    return little.records_little(x, *weights)
 
 
 def has_kernels(device: torch.device) -> bool:

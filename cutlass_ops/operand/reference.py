@@ -281,6 +281,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     FP8 saturates: values beyond its largest finite value become that value, infinities included. NaN stays NaN. INT8
     saturates as well, and NaN becomes 0. PyTorch's own conversion differs by type and by version (docs/fp8.md).
     """
+    if x.dtype == dtype:
+        return x
     if dtype in _FP8:
         most = torch.finfo(dtype).max
         x = x.clamp(-most, most)

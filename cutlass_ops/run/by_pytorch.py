@@ -103,10 +103,11 @@ def _tf32(math: str) -> Iterator[None]:
 
 def biased(name: str, activation: str | None, of: Operands) -> Tensor:
     """Return A @ B + bias, and its activation, by one call of cuBLASLt."""
-    bias = of.inputs[name].to(of.wide)
+    bias = of.inputs[name]
+    bias = bias if bias.dtype == of.wide else bias.to(of.wide)
     if of.a.dtype != of.wide:  # FP8, or D of another type
         return _activated(activation, product(of, left=True) + bias)
-    if activation is None or not of.a.is_cuda:
+    if activation is None or not of.a.is_cuda or torch.is_grad_enabled():  # the other has no derivative
         return _activated(activation, torch.addmm(bias, of.left, of.b))
     return torch._addmm_activation(bias, of.left, of.b, use_gelu=activation == "gelu_tanh")
 

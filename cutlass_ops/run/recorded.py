@@ -21,7 +21,7 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.tensors import require_tensor
-from cutlass_ops.run import casting, grouped_backward, portable, traced
+from cutlass_ops.run import casting, grouped_backward, little, portable, traced
 from cutlass_ops.run.backward import (
     Forward,
     added,
@@ -34,6 +34,7 @@ from cutlass_ops.run.backward import (
     step_of,
     wanted,
 )
+from cutlass_ops.run.little import Plain, records_little
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tape import Tapes
 
@@ -101,7 +102,8 @@ def _recorder_of(
     found: OpRecorder | None = called.recorders.get(kind)
     if found is None:
         forward = Forward.of(called, wrt, a.dtype, store=not recompute)
-        found = called.recorders[kind] = OpRecorder(called, names, places, wrt, forward, out_dtype)
+        by_pytorch = little.plain(called, out_dtype, a)
+        found = called.recorders[kind] = OpRecorder(called, names, places, wrt, forward, out_dtype, by_pytorch)
     return found
 
 
@@ -165,10 +167,10 @@ class OpRecorder(Recorder):
     """How calls of one op are recorded.
 
     `names` are the op's inputs that are tensors, `places` the positions of those that are numbers, and `wrt` the inputs
-    whose gradients are wanted. `out_dtype` is D's.
+    whose gradients are wanted. `out_dtype` is D's. `plain` serves little calls.
     """
 
-    __slots__ = ("called", "forward", "names", "out_dtype", "places", "wrt")
+    __slots__ = ("called", "forward", "names", "out_dtype", "places", "plain", "wrt")
 
     def __init__(
         self,
@@ -178,14 +180,19 @@ class OpRecorder(Recorder):
         wrt: frozenset[str],
         forward: Forward,
         out_dtype: torch.dtype | None,
+        plain: Plain | None,
     ) -> None:
         products = called.graph.products
         super().__init__([(1, "b"), *((at, name) for at, name in enumerate(names, 2) if name in products)])
         self.called, self.names, self.places, self.wrt, self.forward = called, names, places, wrt, forward
-        self.out_dtype = out_dtype
+        self.out_dtype, self.plain = out_dtype, plain
 
     def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the results of a call of this kind, as autograd records them."""
+        if self.plain is not None and records_little(a, b):
+            results = self.plain(a, b, inputs)
+            if results is not None:
+                return results
         numbers: tuple[float, ...] = ()
         if self.places:
             numbers = tuple([inputs[at] for at in self.places])

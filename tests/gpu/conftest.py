@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cutlass_ops.base import env
-from cutlass_ops.nn import reading
+from cutlass_ops.run import little
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +32,7 @@ def _nothing_in_the_background(request, monkeypatch):
 def _kernels_record_small_layers(request, monkeypatch):
     """Tests' layers are small, and PyTorch would serve their training."""
     if "served_plainly" not in request.fixturenames:
-        monkeypatch.setattr(reading, "LITTLE", -1)
+        monkeypatch.setattr(little, "LITTLE", -1)
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+"""Calls that autograd records, and whose steps take the host longer than the GPU: PyTorch's operators serve them.
+
+A backward in Python then loses more time than its kernels win (benchmarks/NOTES.md, "Calls").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.declare.form import DENSE
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.operand import watching
+from cutlass_ops.run import traced
+from cutlass_ops.run.portable import Portable
+
+# Multiplications of a GEMM up to which PyTorch's own step is quicker.
+LITTLE = 1 << 34
+_MOST_KNOWN = 4096
+_KINDS = (Kind.ROW, Kind.COL, Kind.TILE)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a call with x runs on a GPU."""
+    return x.is_cuda
+
+
+def records_little(x: Tensor, *weights: Tensor) -> bool:
+    """Whether autograd records products of x (..., K) and matrices whose steps take the host longer than the GPU.
+
+    A graph has no host, and a compiled program little of it. Only a kernel adds to ``main_grad``.
+    """
+    if not on_gpu(x) or not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return False
+    rows, differentiated = x.numel() // max(x.shape[-1] if x.ndim else 1, 1), x.requires_grad
+    for w in weights:
+        base = w._base
+        if rows * w.numel() > LITTLE or getattr(w if base is None else base, "main_grad", None) is not None:
+            return False
+        differentiated = differentiated or w.requires_grad
+    if not differentiated or watching.is_watched() or traced.is_recomputing():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+class Plain:
+    """A dense op by PyTorch's operators, for calls with tensors of shapes that were checked once."""
+
+    __slots__ = ("_known", "called", "out_dtype")
+
+    def __init__(self, called: Portable, out_dtype: torch.dtype | None) -> None:
+        self.called, self.out_dtype = called, out_dtype
+        # By the shapes and devices of a call: what computes it; None if kernels must.
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Return the results as autograd records them; None if a kernel must serve. Raises the errors of the op."""
+        key = tuple([(x.shape, x.get_device()) for x in (a, b, *inputs)])
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._made(a, b, inputs)
+        found = self._known[key]
+        if found is None:
+            return None
+        self.called.served_by_pytorch += 1  # type: ignore[attr-defined]
+        results: tuple[Tensor, ...] = found(a, b, inputs)
+        return results
+
+    def _made(self, a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> Any:
+        from cutlass_ops.run.composition import Composition  # late: few calls need it
+
+        call = self.called.checked_call(a, b, inputs, None, self.out_dtype)  # type: ignore[attr-defined]
+        read = call.arguments
+        as_given = zip((read.a, read.b, *read.inputs.values()), (a, b, *inputs), strict=True)
+        return Composition.of(call) if all(x.shape == y.shape for x, y in as_given) else None
+
+
+def plain(called: Portable, out_dtype: torch.dtype | None, a: Tensor) -> Plain | None:
+    """Return a recorded op by PyTorch's operators; None if a user would write something else."""
+    graph = called.graph
+    usual = called.form is DENSE and len(graph.outputs) == 1 and all(i.kind in _KINDS for i in graph.inputs)
+    if not usual or graph.gathered or graph.knows_places or a.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return Plain(called, out_dtype) if hasattr(called, "checked_call") else None

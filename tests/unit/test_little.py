@@ -1,0 +1,111 @@
+"""Small calls that autograd records: PyTorch serves them, since its backward costs the host less."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import cutlass_ops as co
+from cutlass_ops.nn import reading
+from cutlass_ops.run import little
+
+BF16 = torch.bfloat16
+M, K, HIDDEN = 4, 16, 32
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(little, "on_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def leaf(*shape):
+    return torch.randn(shape).to(BF16).requires_grad_()
+
+
+def is_ours(d):
+    return "_Recorded" in type(d.grad_fn).__name__
+
+
+def nodes(d):
+    """Return the names of all nodes behind a result."""
+    left, found = [d.grad_fn], set()
+    while left:
+        node = left.pop()
+        found.add(type(node).__name__)
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+@pytest.mark.parametrize("name", ["Linear", "MLP", "GatedMLP", "RMSNormLinear", "LayerNormLinear"])
+def test_pytorch_records_small_layers(name):
+    module, x = getattr(co.nn, name)(K, HIDDEN, dtype=BF16), leaf(M, K)
+    d = module(x)
+    assert not any("Recorded" in node for node in nodes(d)), nodes(d)
+    little.LITTLE, usual = -1, little.LITTLE
+    try:
+        assert (d - module(x)).norm() <= 0.02 * d.norm()
+    finally:
+        little.LITTLE = usual
+
+
+def test_pytorch_records_small_calls_of_ops():
+    x, w, bias = leaf(M, K), leaf(HIDDEN, K), leaf(HIDDEN)
+    op = co.gemm_bias_relu
+    for _ in range(3):
+        before = op.served_by_pytorch
+        d = op(x, w.t(), bias)
+        assert op.served_by_pytorch == before + 1
+        plain = F.relu(F.linear(x, w, bias))
+        assert torch.equal(d, plain)
+        assert not is_ours(d)
+    g = torch.randn_like(d)
+    found, wanted = (torch.autograd.grad(y, [x, w, bias], g) for y in (d, plain))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_wrong_argument_of_a_small_call_is_named_each_time():
+    x, w, bias = leaf(M, K), leaf(HIDDEN, K), leaf(HIDDEN)
+    co.gemm_bias_relu(x, w.t(), bias)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bias has shape"):
+            co.gemm_bias_relu(x, w.t(), bias[:-1])
+        with pytest.raises(ValueError, match=r"b looks like a weight of shape \(N, K\)"):
+            co.gemm_bias_relu(x, w, bias)
+
+
+@co.epilogue
+def several(acc, bias: co.Row):
+    return {"d": co.e.relu(acc + bias), "pre": acc + bias}
+
+
+WHYS = ["large", "no gradients", "recomputed", "main_grad", "main_grad of a view", "captured", "traced", "several"]
+
+
+@pytest.mark.parametrize("why", WHYS)
+def test_kernels_serve_all_other_calls(monkeypatch, why):
+    layer, x = co.nn.Linear(K, HIDDEN, activation="gelu", dtype=BF16), leaf(M, K)
+    if why == "large":
+        monkeypatch.setattr(little, "LITTLE", M * K * HIDDEN - 1)
+    if why == "no gradients":
+        with torch.no_grad():
+            assert not reading.is_foreign(x, layer.weight)
+        return
+    if why.startswith("main_grad"):
+        layer.weight.main_grad = torch.zeros(HIDDEN, K)
+    if why == "captured":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if why == "traced":
+        assert "cutlass_ops" in make_fx(lambda x: layer(x))(x.detach()).code
+        return
+    if why == "recomputed":
+        with co.recompute():
+            assert is_ours(layer(x))
+        return
+    calls = [lambda: layer(x), lambda: co.gemm_bias_gelu(x, layer.weight.t(), layer.bias)]
+    if why == "main_grad of a view":
+        calls = calls[1:]
+    if why == "several":
+        calls = [lambda: co.gemm(x, layer.weight.t(), epilogue=several, bias=layer.bias)[0]]
+    for call in calls:
+        assert all(is_ours(call()) for _ in range(2))
