@@ -346,7 +346,7 @@ def _by_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        little.LITTLE = 1 << 34
+        little.LITTLE = 1 << 35
 
 
 def _pass(layer: str, what: str, draw: Draw) -> Form:
