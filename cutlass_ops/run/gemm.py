@@ -49,17 +49,19 @@ def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[
             if len(_KNOWN) >= _MOST_KNOWN:
                 _KNOWN.clear()
             _KNOWN[kind] = known
-    op, fitted = known
+    op, a_has_one, fitted = known
     ends = () if groups is None else (groups.offsets if groups.counts is None else groups.counts,)
     if scale_a is None:
         return op, (values_a, values_b, *ends)
     if fitted is not None:
         scale_b = fitted(values_a, scale_a, values_b, scale_b)
-    return op, (values_a, values_b, *ends, scale_a, scale_b)
+    of_a: Any = scale_a
+    return op, (values_a, values_b, *ends, of_a.squeeze() if a_has_one else of_a, scale_b)
 
 
-# How a call is flattened: its op, and what brings b's scale into the shape that it takes.
-_Known: TypeAlias = tuple[Op, Callable[[Any, Any, Any, Any], Any] | None]
+# How a call is flattened: its op, whether a's scale is a tensor of one element with dimensions, and what brings b's
+# scale into the shape that the op takes. A kernel reads numbers from tensors without dimensions.
+_Known: TypeAlias = tuple[Op, bool, Callable[[Any, Any, Any, Any], Any] | None]
 # By all that decides it, for calls with plain arguments.
 _KNOWN: dict[Any, _Known] = {}
 _MOST_KNOWN = 4096
@@ -96,7 +98,7 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
         raise TypeError("b is prepared for a LayerNorm: call layernorm_gemm, or pass prepare(w, dtype=...)")
     expected = None if groups is None else of_groups.settled(groups.expected)
     if scale_a is None and scale_b is None:
-        return op_for(epilogue, form, None, expected, name), None
+        return op_for(epilogue, form, None, expected, name), False, None
     from cutlass_ops.run import scaled  # late: its epilogues take tracing
 
     scaled.require_both(scale_a, scale_b, a, b)
@@ -110,7 +112,10 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
         found, fitted = scaled.of_columns(a, scale_a, b, scale_b), scaled.of_columns
     elif groups is None and scales[1] and isinstance(b, Tensor) and b.ndim == found.ndim == 2:
         found, fitted = found[0], scaled.of_row
-    return op_for(epilogue, form, scales, expected, name), None if found is scale_b else fitted
+    elif fitted is None and scaled.is_one(scale_b):
+        found, fitted = scale_b.squeeze(), scaled.of_one
+    has_one = not scales[2] and scaled.is_one(scale_a)
+    return op_for(epilogue, form, scales, expected, name), has_one, None if found is scale_b else fitted
 
 
 def _form(groups: Any, b: Any) -> str:

@@ -57,6 +57,18 @@ def of_prepared(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
     return scale
 
 
+def is_one(scale: object) -> bool:
+    """Whether a scale is a tensor of one element that has dimensions, outside of programs."""
+    if torch.compiler.is_dynamo_compiling() or type(scale) is not Tensor:
+        return False
+    return scale.ndim > 0 and sizes.has_one_element(scale)
+
+
+def of_one(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
+    """Return a scale of one element without dimensions."""
+    return scale.squeeze()
+
+
 def of_row(a: Any, scale_a: Any, b: Any, scale: Any) -> Any:
     """Return scales (1, N) of columns as (N,), as kernels read them."""
     return scale[0]
