@@ -82,7 +82,7 @@ def test_adapters_are_added_before_the_activation(dora):
         torch.autograd.grad(y.double().square().mean(), ps) for y, ps in zip((d, wanted), trained, strict=True)
     )
     for g, e in zip(found, exact, strict=True):
-        close(g, e, 0.1)
+        close(g, e, 0.25 if dora else 0.1)  # peft computes norms of weights in BF16
     with ours.disable_adapter():
         close(ours(x), before)
     kept = copy.deepcopy(ours)
