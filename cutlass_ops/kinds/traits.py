@@ -78,6 +78,7 @@ class Traits:
     scatters: bool = False  # whether D is aligned to one element only, so that each element is stored by itself
     gathers: bool = False  # whether the epilogue uses means of A's rows
     promotes: bool = False  # whether sums of products are added up in FP32 every 128 of K
+    scaled: bool = False  # whether blocks of the operands have scales
     grouped: bool = False  # whether rows belong to groups, whose tiles have one order
     rate: float = 1.0  # peak throughput of products relative to BF16
     ragged_k: bool = False  # whether K belongs to groups, whose tiles are not ordered by GPC
@@ -101,6 +102,7 @@ class Traits:
             scatters=signature.d.alignment == 1,
             gathers=bool(signature.epilogue.gathered),
             promotes=signature.promoted,
+            scaled=bool(signature.epilogue.block_scales),
             grouped=signature.form == GROUPED,
             rate=1.0 if mma is None else mma.rate,
             ragged_k=signature.form == RAGGED_K,

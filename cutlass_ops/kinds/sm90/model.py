@@ -403,6 +403,24 @@ def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
     return np.asarray(cover.waves * cover.steps * exposed / (chip.clock * 1e3))
 
 
+def scaling(batch: Batch, problems: Problems, swapped: Flags, chip: Costs = H100) -> Floats:
+    """Return the extra microseconds for scales of blocks, with shape (problems, configurations).
+
+    In a transposed kernel each column of a tile has a scale of its own, which every thread reads. Otherwise each row
+    has one. Then a tile loses time whose columns belong to two blocks of B, or whose parts do not fit into registers
+    side by side. ``benchmarks/model_errors.py`` shows how far off this is.
+    """
+    cover, columns = grid(batch, problems, chip), batch.wgmma_n
+    cooperative = batch.schedule == SCHEDULES.index("cooperative")
+    rows = batch.wgmma_m / WGMMA.m / np.where(cooperative, 2, 1)  # instructions of a warpgroup, one below the other
+    by_column = np.where((rows > 1) & (columns <= 64), 0.0, columns * (0.8 + 0.8 * rows))
+    by_row = 30.0 + 0.5 * columns * ((columns > 96) & (columns % 64 != 0))
+    by_row = by_row + 105.0 * (rows == 1.5) + 300.0 * ((rows > 1.5) & (columns < 128))
+    by_row = by_row + 20.0 * ((rows == 1) & (columns >= 128) & (columns <= 160))
+    clocks = np.where(swapped, by_column, by_row) * (cooperative | (rows > 1))
+    return np.asarray(cover.waves * cover.steps * clocks / (chip.clock * 1e3))
+
+
 def computing(
     batch: Batch, problems: Problems, clocks: float, weights: int = 1, element_bytes: float = 2, chip: Costs = H100
 ) -> Floats:

@@ -75,6 +75,8 @@ class Sm90Timer:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
         if traits.promotes:
             found = found + model.promoting(self.batch, extents, model.costs_of(device))
+        if traits.scaled:
+            found = found + model.scaling(self.batch, extents, self.swapped, model.costs_of(device))
         if traits.clocks:
             found = found + model.computing(
                 self.batch, extents, traits.clocks, traits.weights, traits.element_bytes, model.costs_of(device)
