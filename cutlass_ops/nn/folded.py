@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,32 @@ class _Seen(NamedTuple):
 
 def _address(p: Tensor) -> int:
     return 0 if watching.is_fake(p) else p.data_ptr()  # PyTorch warns of a fake tensor's address
+
+
+class _Once(threading.local):
+    made: dict[Any, Any] | None = None
+
+
+_ONCE = _Once()
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """Have modules fold what they read once, for a launch that is prepared."""
+    _ONCE.made = {}
+    try:
+        yield
+    finally:
+        _ONCE.made = None
+
+
+def of_launch(module: Any, make: Callable[[], Any]) -> Any:
+    """Return what a module folds for the launch that is prepared; None if none is."""
+    if torch.compiler.is_dynamo_compiling() or _ONCE.made is None:
+        return None
+    if module not in _ONCE.made:
+        _ONCE.made[module] = make()
+    return _ONCE.made[module]
 
 
 class Folded:

@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops.base.errors import UnsupportedError
+from cutlass_ops.nn.folded import once
 from cutlass_ops.nn.reading import is_watched
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.tensors import refuse_differentiated, require_tensor
@@ -226,8 +227,8 @@ def _prepared(module: Any, x: Tensor, named: dict[str, Any]) -> ModuleLaunch:
     given = {n: t.detach() for n, t in tensors.items()}  # each one a tensor of its own, even if two are the same
     noting = _Noting(name, given)
     # Values are not stored for a backward, as they might be for a program that is traced.
-    with torch.no_grad(), traced.recompute():
-        module(x, **named)  # folds again if necessary
+    with torch.no_grad(), traced.recompute(), once():
+        module(x, **named)  # folds if necessary
         with noting:
             results = module(given.get("x", x), **{n: given.get(n, value) for n, value in named.items()})
     if not isinstance(results, Tensor) or id(results) not in noting.known or not noting.calls:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.nn import epilogues
-from cutlass_ops.nn.folded import Folded
+from cutlass_ops.nn.folded import Folded, of_launch
 from cutlass_ops.nn.linear import Activated, Linear, activated
 from cutlass_ops.nn.reading import are_read, has_main_grad, is_foreign, matrix, rows
 from cutlass_ops.run import casting, norms, weights
@@ -36,10 +36,11 @@ class NormLinear(Activated, torch.nn.Module):
     def fold(self) -> Any:
         """Fold the norm's parameters into a copy of the weight, once, for calls without gradients.
 
-        The copy takes as much memory as the weight. Without :meth:`fold`, each call folds, which reads and writes the
-        whole weight. In eager mode, the copy is renewed if a parameter has changed, and after ``train()``, ``eval()``,
-        or a call with gradients, since a step of an optimizer may follow. Writes by ``parameter.data`` are not
-        detected, and compiled programs detect no changes: call :meth:`fold` again after them.
+        The copy takes as much memory as the weight. Without :meth:`fold`, each call of an :class:`RMSNormLinear` folds,
+        which reads and writes the whole weight, and PyTorch computes the norm of a :class:`LayerNormLinear`. In eager
+        mode, the copy is renewed if a parameter has changed, and after ``train()``, ``eval()``, or a call with
+        gradients, since a step of an optimizer may follow. Writes by ``parameter.data`` are not detected, and compiled
+        programs detect no changes: call :meth:`fold` again after them.
 
         Returns
         -------
@@ -98,6 +99,7 @@ class NormLinear(Activated, torch.nn.Module):
             self._drop()
             return None
         found = self._folded.current(self._prepared, self._sources) if self._is_folded else None
+        found = of_launch(self, self._prepared) if found is None else found
         wanted = casting.autocast_dtype(x) or x.dtype
         return found if found is not None and found.matrix.dtype == wanted else None
 

@@ -76,6 +76,17 @@ def test_the_bits_are_those_of_a_call_and_other_tensors_serve_one(name, device):
     assert torch.equal(launch(), before)
 
 
+def test_a_layernorm_is_folded_for_a_launch(device):
+    module, x = co.nn.LayerNormLinear(WIDTH, 40, **DRAW).requires_grad_(False), draw(ROWS, WIDTH)
+    launch = module.prepare(x)
+    assert len(launch.launches) == 1
+    assert torch.equal(launch(), called(copy.deepcopy(module).fold(), x))
+    with torch.no_grad():
+        module.norm.weight.mul_(2)
+    with pytest.raises(ValueError, match="was written after the launch was prepared"):
+        launch()
+
+
 def test_on_the_cpu_pytorch_computes():
     for name in MODULES:
         module, x, named = made(name)
