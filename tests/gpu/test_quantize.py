@@ -11,16 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.operand import reference
-from tests.gpu import kernels, oracle, tensors
+from tests.gpu import kernels, oracle
 from tests.gpu.fp8_values import BF16, E4M3, F32, NAMES, SUMS, assert_same, draw, zeros
 from tests.gpu.memory import Placed
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 # x itself where the accumulator is 0: a tile, which TMA loads, a column, and a row.

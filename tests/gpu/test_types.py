@@ -10,19 +10,14 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import f64, tf32
 from cutlass_ops.operand import matrices, reference
 from cutlass_ops.run.ops import op_of
-from tests.gpu import cases, multiplied, oracle, tensors
+from tests.gpu import cases, multiplied, oracle
 from tests.gpu.cases import Case, check
 from tests.gpu.multiplied import CALLS, doubles, exact, whole
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 KERNELS = multiplied.specs()
 SUMS, FP32_SUMS, DOUBLE_SUMS = (oracle.SUMS[name] for name in ("tf32", "tf32x3", "f64"))
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 @pytest.mark.parametrize("call", CALLS)
