@@ -181,6 +181,7 @@ def transposed(results, tensors):
 BACKWARDS = [of_all, of_one_value, of_some, of_leaves, twice, transposed]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", CASES)
 def test_later_steps_have_the_bits_of_ones_that_decide_everything(device, programs, monkeypatch, case, backward):
