@@ -90,11 +90,6 @@ def test_int8_rounds_to_nearest_even_and_nan_is_0(kernel):
     assert torch.equal(found, wanted.expand(65, 64))
 
 
-def test_int32_is_what_pytorch_has():
-    x, w = whole(64, 128), whole(32, 128).t()
-    assert torch.equal(co.gemm(x, w, out_dtype=torch.int32), torch._int_mm(x, w))
-
-
 COPIED = [name for name, spec in KERNELS.items() if spec.config.copies]
 
 

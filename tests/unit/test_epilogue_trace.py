@@ -320,6 +320,7 @@ class TestGraph:
             return acc * gate + bias
 
         assert epilogue(plain) == epilogue(marked)
+        assert epilogue(plain) != epilogue(identity)
 
     def test_threads_trace_independently(self):
         barrier = threading.Barrier(4)
