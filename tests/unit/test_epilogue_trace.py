@@ -227,10 +227,7 @@ class TestGraph:
                 ),
             ),
             # Truth values and indices count where a number is needed.
-            (
-                lambda x: x * (x > 0) + co.row_index(),
-                lambda x: x * co.to_float(x > 0) + co.to_float(co.row_index()),
-            ),
+            (lambda x: x * (x > 0) + co.row_index(), lambda x: x * co.to_float(x > 0) + co.to_float(co.row_index())),
             (lambda x: co.softplus(x, 2.0, 10.0), lambda x: co.where(x * 2.0 > 10.0, x, co.log1p(co.exp(x * 2.0)) / 2)),
             (lambda x: co.swap_pairs(2.5) - x, lambda x: 2.5 - x),
             (lambda x: co.clamp(x, -1, 2), lambda x: co.minimum(co.maximum(x, -1), 2)),
