@@ -294,21 +294,6 @@ class TestGraph:
 
         assert [op for op, *_ in nodes(f)] == ["acc", "input", "add", "mul", "add"]
 
-    def test_epilogues_inline_into_each_other(self):
-        @epilogue
-        def scaled(acc, scale: Scalar):
-            return acc * scale
-
-        def outer(acc, factor: Scalar):
-            return co.relu(scaled(acc, factor)) + scaled(acc, 2.0)
-
-        def flat(acc, factor: Scalar):
-            return co.relu(acc * factor) + acc * 2.0
-
-        assert epilogue(outer) == epilogue(flat)
-        with pytest.raises(TypeError, match=r"apply it with gemm\(a, b, epilogue=scaled"):
-            scaled(torch.ones(2, 2), 1.0)
-
     def test_keyword_only_and_positional_only_parameters(self):
         def plain(acc, bias: Row, gate: Col):
             return acc * gate + bias
