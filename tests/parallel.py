@@ -143,7 +143,7 @@ def tensor_parallel(place: Place) -> None:
     }
     parallelize_module(spread, mesh, plan)
     assert [p.to_local().shape for p in (spread[0].fc1.weight, spread[0].fc2.weight)] == [
-        *((HIDDEN // world, K), (K, HIDDEN // world)),
+        *((HIDDEN // world, K), (K, HIDDEN // world))
     ]
     results = []
     for m in (alone, spread):

@@ -36,6 +36,13 @@ def _kernels_record_small_layers(request, monkeypatch):
 
 
 @pytest.fixture
+def hopper():
+    from tests.gpu import tensors
+
+    tensors.require_hopper()
+
+
+@pytest.fixture
 def served_plainly():
     """Small layers are recorded as they are for users."""
 

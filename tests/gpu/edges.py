@@ -42,10 +42,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     "greater": (lambda x: functions.maximum(x, -x), lambda x: torch.maximum(x, -x)),
     "lesser": (lambda x: functions.minimum(x, 0.5), lambda x: torch.minimum(x, torch.full_like(x, 0.5))),
     "gelu": (functions.gelu, F.gelu),
-    "gelu_tanh": (
-        lambda x: functions.gelu(x, approximate="tanh"),
-        lambda x: F.gelu(x, approximate="tanh"),
-    ),
+    "gelu_tanh": (lambda x: functions.gelu(x, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")),
     "to_bf16": (lambda x: functions.cast(x, "bf16"), lambda x: x.to(torch.bfloat16).to(x.dtype)),
     "to_f16": (lambda x: functions.cast(x, "f16"), lambda x: x.to(torch.float16).to(x.dtype)),
     "shifted": (lambda x: 2.0 - x, lambda x: 2.0 - x),

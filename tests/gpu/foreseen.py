@@ -50,11 +50,7 @@ def pretend(device: Device) -> None:
     """Have PyTorch say, in this process, that there is one GPU. Nothing can be computed on it."""
     major, minor = device.capability
     properties = SimpleNamespace(
-        major=major,
-        minor=minor,
-        multi_processor_count=device.multiprocessors,
-        name=device.name,
-        total_memory=_MEMORY,
+        major=major, minor=minor, multi_processor_count=device.multiprocessors, name=device.name, total_memory=_MEMORY
     )
     answers = {
         "is_available": True,

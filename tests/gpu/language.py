@@ -101,25 +101,13 @@ def wrapping() -> dict[str, KernelSpec]:
 @co.epilogue
 def of_rows(acc, residual: co.Tile):
     x = acc + residual
-    return {
-        "d": x,
-        "most": co.argmax(x, 1),
-        "least": co.argmin(x, 1),
-        "lse": co.logsumexp(x, 1),
-        "low": co.min(x, 1),
-    }
+    return {"d": x, "most": co.argmax(x, 1), "least": co.argmin(x, 1), "lse": co.logsumexp(x, 1), "low": co.min(x, 1)}
 
 
 @co.epilogue
 def of_columns(acc, residual: co.Tile):
     x = acc + residual
-    return {
-        "d": x,
-        "most": co.argmax(x, 0),
-        "least": co.argmin(x, 0),
-        "lse": co.logsumexp(x, 0),
-        "low": co.min(x, 0),
-    }
+    return {"d": x, "most": co.argmax(x, 0), "least": co.argmin(x, 0), "lse": co.logsumexp(x, 0), "low": co.min(x, 0)}
 
 
 @co.epilogue

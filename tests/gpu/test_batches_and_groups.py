@@ -422,17 +422,6 @@ def test_gradients_of_weights_are_added_in_place():
     oracle.assert_close(total, wanted)
 
 
-@hopper
-def test_a_compiled_program_counts_rows_of_gradients():
-    x, y = normal(96, 64, scale=0.3), normal(96, 136, scale=0.3)
-    compiled = torch.compile(
-        lambda x, y, counts: co.gemm((x * 2).mT, y, groups=co.Groups(counts.cumsum(0, dtype=torch.int32))),
-        fullgraph=True,
-    )
-    for sizes in ([10, 20, 66], [0, 96, 0]):
-        oracle.assert_close(compiled(x, y, torch.tensor(sizes, device="cuda")), exact_weights(x * 2, y, sizes))
-
-
 # ---- Gradients of groups ---------------------------------------------------------------------------------------------
 
 

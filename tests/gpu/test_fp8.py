@@ -9,20 +9,15 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
-from tests.gpu import kernels, oracle, tensors
+from tests.gpu import kernels, oracle
 from tests.gpu.fp8_values import BF16, E4M3, E5M2, SUMS, wide
 from tests.gpu.fp8_values import quantised as draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 PAIRS = list(itertools.product((E4M3, E5M2), repeat=2))
 # One row, one more than a tile's, several tiles; K beyond whole steps of the main loop; an N that TMA cannot store.
 SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 4096), (129, 250, 1040)]
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 @co.epilogue

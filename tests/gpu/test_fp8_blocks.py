@@ -10,10 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 import cutlass_ops as co
 from cutlass_ops.epilogue import composed
 from cutlass_ops.operand import reference
-from tests.gpu import kernels, oracle, tensors
+from tests.gpu import kernels, oracle
 from tests.gpu.fp8_values import BF16, E4M3, E5M2, SUMS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 BLOCKS = ("128x128", "128x1")
 # One row, one more than a tile's; N of one, beyond a block; K of one block, with a partial last one, of many.
@@ -26,11 +26,6 @@ SHAPES = [
     (130, 1000, 7168),
     (257, 384, 16384),
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 @co.epilogue

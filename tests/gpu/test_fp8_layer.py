@@ -15,7 +15,7 @@ from tests.gpu.fp8_values import BF16, E4M3, E5M2, quantised, wide
 from tests.gpu.warm import served_warm
 from tests.scripts import script
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 EPS = 1e-5
 # What the Tensor Core may lose of a sum of FP8 products, relative to the norm of the result (docs/fp8.md).
@@ -35,11 +35,6 @@ RESIDUALS = [
     (BF16, True, False, E4M3, True),
     (BF16, False, True, E5M2, False),
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 def normed(m, k):

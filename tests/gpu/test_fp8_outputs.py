@@ -10,19 +10,14 @@ import torch.nn.functional as F  # noqa: N812
 import cutlass_ops as co
 from cutlass_ops.kinds.serving import plain_epilogue
 from cutlass_ops.operand import reference
-from tests.gpu import kernels, multiplied, oracle, tensors
+from tests.gpu import kernels, multiplied, oracle
 from tests.gpu.fp8_values import BF16, E4M3, E5M2, NAMES, SUMS, assert_near, assert_same, draw, spread, zeros
 from tests.gpu.multiplied import whole
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 NAME_OF = {dtype: name for name, dtype in NAMES.items()}
 types = pytest.mark.parametrize("dtype", NAMES.values(), ids=NAMES)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 # x itself, -0.0 as well, where the accumulator is 0: read as a tile, as a column, and as a row.

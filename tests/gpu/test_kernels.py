@@ -13,7 +13,7 @@ from cutlass_ops.tuner.timing import Stopwatch
 from tests.gpu import cases, edges, kernels, multiplied, oracle, tensors
 from tests.gpu.cases import Case, check
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 # Ones, primes, tile − 1, tile and tile + 1 of the 64×64×64 tile, more than one tile, more than one wave of K.
 SHAPES = [
@@ -71,11 +71,6 @@ EXACT = [
 def eager_of(group, name):
     """Return what PyTorch composes of a named op, of which a kernel may have twice the error."""
     return oracle.EAGER.get(name.split("-")[0]) if group in ("ops", "few rows") else None
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY)

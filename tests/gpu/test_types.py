@@ -10,19 +10,14 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import f64, tf32
 from cutlass_ops.operand import matrices, reference
 from cutlass_ops.run.ops import op_of
-from tests.gpu import cases, multiplied, oracle, tensors
+from tests.gpu import cases, multiplied, oracle
 from tests.gpu.cases import Case, check
 from tests.gpu.multiplied import CALLS, doubles, exact, whole
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 KERNELS = multiplied.specs()
 SUMS, FP32_SUMS, DOUBLE_SUMS = (oracle.SUMS[name] for name in ("tf32", "tf32x3", "f64"))
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    tensors.require_hopper()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -93,11 +88,6 @@ def test_int8_rounds_to_nearest_even_and_nan_is_0(kernel):
     wanted = reference.rounded(bias, torch.int8)
     assert wanted[:16].tolist() == [0, 2, 2, 0, -2, 126, 127, -128, -128, 127, -128, 127, -128, 127, -128, 0]
     assert torch.equal(found, wanted.expand(65, 64))
-
-
-def test_int32_is_what_pytorch_has():
-    x, w = whole(64, 128), whole(32, 128).t()
-    assert torch.equal(co.gemm(x, w, out_dtype=torch.int32), torch._int_mm(x, w))
 
 
 COPIED = [name for name, spec in KERNELS.items() if spec.config.copies]

@@ -52,17 +52,6 @@ def again(op, call):
     return second
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("form", ["", "tensor", "d"])
-@pytest.mark.parametrize("name", list(kernels.OPS))
-def test_named_ops(name, form, dtype):
-    op, (a, b) = kernels.OPS[name], operands(dtype)
-    inputs = [tensors.vector(N, dtype) if each == "bias" else tensors.matrix(M, N, dtype) for each in op.names]
-    out = named_outputs(form, tensors.DTYPES[dtype])
-    found = again(op, lambda: op(a, b, *inputs, out=out))
-    assert not form or found is (out if form == "tensor" else out["d"])
-
-
 @pytest.mark.parametrize("config", [None, kernels.SM90_REDUCING, kernels.SM80], ids=["op", "sm90", "sm80"])
 @pytest.mark.parametrize("form", FORMS)
 def test_several_outputs(form, config):

@@ -22,16 +22,7 @@ def statistics(acc, bias: co.Row):
 
 
 @cache
-def signature(
-    epilogue=builtin.bias_relu,
-    dtype="bf16",
-    majors=("row", "col"),
-    *,
-    a=8,
-    b=8,
-    d=8,
-    d_dtype=None,
-):
+def signature(epilogue=builtin.bias_relu, dtype="bf16", majors=("row", "col"), *, a=8, b=8, d=8, d_dtype=None):
     """Operand types of a call; ``a``, ``b`` and ``d`` are alignments in elements."""
     graph = epilogue.graph
     result = Operand.of(f"{d_dtype or dtype}.row")

@@ -242,7 +242,7 @@ def test_the_accumulator_is_computed_again_or_was_stored():
     assert calls_of(again, a, w, bias) == ["gemm_bias_gelu", "bias_ndtr_exp_grad_d_grad_bias", "gemm", "gemm"]
     # The pre-activation is stored by the kernel that computes it.
     assert calls_of(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), a, w, bias) == [
-        *("bias_gelu_saved_0", "gemm", "gemm"),
+        *("bias_gelu_saved_0", "gemm", "gemm")
     ]
     # A kernel of two products gives D alone, so that they are two GEMMs here. Then dA has two products, and each
     # weight's gradient one.

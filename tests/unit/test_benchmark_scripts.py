@@ -43,7 +43,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [pytest.param("types_contract", marks=pytest.mark.slow), *list(WRITTEN)[1:]])
 def test_a_document_is_what_its_script_writes(name):
     for path, text in WRITTEN[name](script(name)):
         assert path.read_text() == text, f"run python benchmarks/{name}.py, with --write where it has that option"

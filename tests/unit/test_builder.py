@@ -353,6 +353,7 @@ def _as_nobody(root: Path, toolchain: Toolchain) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_read_only_store(toolkit, processes):
     # Root may write anything, so root's part is played by nobody; who cannot enter root's temporary folders.
     with tempfile.TemporaryDirectory() as folder:

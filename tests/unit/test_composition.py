@@ -108,10 +108,7 @@ def test_each_operation_is_the_reference_s(empty, monkeypatch, op):
         nodes = (
             (Node("acc"), Node("abs", (0,)), Node(op, (1,)))
             if op.startswith(("log", "sqrt", "rsqrt"))
-            else (
-                Node("acc"),
-                Node(op, (0,)),
-            )
+            else (Node("acc"), Node(op, (0,)))
         )
     reads = any(node.op == "input" for node in nodes)
     graph = Graph((Input("y", Kind.TILE),) if reads else (), nodes, (Output("d", len(nodes) - 1),))

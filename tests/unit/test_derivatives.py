@@ -194,21 +194,6 @@ def test_what_is_kept_replaces_the_accumulator():
     assert next_layer.graph.then(graph).inputs == (*next_layer.inputs, *graph.inputs)
 
 
-def test_the_expression_of_bias_relu_s_gradients():
-    @epilogue
-    def by_hand(acc, bias: Row, grad_d: Tile):
-        x = functions.where(functions.relu(acc + bias) <= 0.0, 0.0, grad_d)
-        return {"d": x, "grad_bias": functions.sum(x, dim=0)}
-
-    found = vjp(builtin.bias_relu.graph)
-    assert (found.again, found.given, found.found, found.same) == (
-        *(True, {"d": "grad_d"}),
-        *({ACC: "d", "bias": "grad_bias"}, {}),
-    )
-    assert found.expression.nodes == by_hand.graph.nodes
-    assert found.expression.outputs == by_hand.graph.outputs
-
-
 def test_a_linear_epilogue_needs_nothing_and_passes_gradients_on():
     found = vjp(builtin.bias_residual.graph)
     assert (found.again, found.expression.inputs, found.given, found.kept) == (False, (), {}, {})

@@ -321,10 +321,7 @@ NO_EPILOGUES = {
     "a class": (torch.nn.ReLU6, r"not ReLU6: write lambda acc: co.e.clamp\(acc, 0, 6\)$"),
     "a name": ("swish", r"not 'swish': write lambda acc: co.e.silu\(acc\)$"),
     "another name": ("banana", "not 'banana': write a function of acc with def, and decorate it"),
-    "partial": (
-        functools.partial(scaled, scale=2.0),
-        "not a functools.partial: .* calls scaled with these values",
-    ),
+    "partial": (functools.partial(scaled, scale=2.0), "not a functools.partial: .* calls scaled with these values"),
     "a method": (Method().scaled, "not the method scaled: .* outside of the class, or as @staticmethod"),
     "a class method": (classmethod(scaled), "not the method scaled"),
     "a function": (scaled, "not scaled: decorate that function"),

@@ -131,6 +131,7 @@ def test_a_child_of_a_fork_while_another_thread_imports_a_module_can_import_it(w
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_wait_forever_for_an_import():
     script = """
 import importlib.util, os, sys, threading

@@ -85,11 +85,7 @@ ALONG_K = "Tensor Cores read this type along K only: pass "
 REFUSED = {
     "a, column-major": (lambda x, w: (x.t().contiguous().t(), w), ValueError, f"^a is .*{ALONG_K}a row-major"),
     "b, row-major": (lambda x, w: (x, w.contiguous()), ValueError, f"^b is .*{ALONG_K}weight.t"),
-    "K": (
-        lambda x, w: (x[:, :250].clone(), w[:250].t().contiguous().t()),
-        ValueError,
-        "^a is .*250.*pad K of",
-    ),
+    "K": (lambda x, w: (x[:, :250].clone(), w[:250].t().contiguous().t()), ValueError, "^a is .*250.*pad K of"),
     "address": (lambda x, w: (x[:, 1:241], w[1:241]), ValueError, "^a is .* do not begin at multiples of 16 bytes"),
     "b in BF16": (lambda x, w: (x, w.to(BF16)), TypeError, "^b is torch.bfloat16 and a is .* or both FP8"),
     "a in BF16": (lambda x, w: (x.to(BF16), w), TypeError, "^b is torch.float8_e4m3fn and a is torch.bfloat16"),

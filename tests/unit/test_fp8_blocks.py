@@ -70,11 +70,7 @@ INPUTS = composed.scaled_blocks.graph.inputs
 WRONG = {
     "one": (INPUTS[:1], ACC, "of A and of B, each once"),
     "twice": ((*INPUTS, Input("more", Kind.BLOCKS_B)), ACC, "of A and of B, each once"),
-    "read": (
-        INPUTS,
-        (*ACC, Node("input", (), "scale_a"), Node("mul", (0, 1))),
-        "which the accumulator has already",
-    ),
+    "read": (INPUTS, (*ACC, Node("input", (), "scale_a"), Node("mul", (0, 1))), "which the accumulator has already"),
     "product": (
         (*INPUTS, Input("up", Kind.PRODUCT)),
         (*ACC, Node("input", (), "up"), Node("mul", (0, 1))),
@@ -98,10 +94,7 @@ def test_there_is_no_derivative():
 ILLEGAL = {
     "accumulation": (spec(accumulation="fast"), "accumulation is 'fast'.*use accumulation='promoted'"),
     "tile K": (spec(tile=(128, 128, 64)), "threadblock.k is 64.*use threadblock.k=128"),
-    "fast, tile K": (
-        spec(tile=(128, 128, 64), accumulation="fast"),
-        "use accumulation='promoted', threadblock.k=128",
-    ),
+    "fast, tile K": (spec(tile=(128, 128, 64), accumulation="fast"), "use accumulation='promoted', threadblock.k=128"),
     "split": (spec(split_k=2), "split_k is 2.*use split_k=1"),
     "no scales": (spec(graph=builtin.bias), "the epilogue has no scales of their blocks.*with scales of blocks"),
     "no blocks": (spec(b="", a=""), "use 'e4m3.row.blocks1x128' and 'e5m2.col.blocks128x128' or"),

@@ -52,8 +52,8 @@ def test_a_value_that_is_no_number_does_not_undo_a_scale(bad):
     state.record(torch.tensor([bad, 224.0]))
     state.step()
     assert state.scale == 0.5
-    for _ in range(3):
-        state.record(torch.tensor([bad]))
+    for given in ([bad], [], [bad]):
+        state.record(torch.tensor(given))
         state.step()
     assert state.scale == 0.5
     assert state.history.isfinite().all()

@@ -121,11 +121,7 @@ def wrong(**changes):
         ({"a": normal(6, 12), "b": normal(2, 12, 8)}, ValueError, "pad K of a and b with zeros to a multiple of 8"),
         ({"b": normal(2, 16, 9)}, ValueError, "pass weights (E, N, K) as b.mT, or pad N with zeros to"),
         ({"out": normal(8, 6).t()}, ValueError, "groups are rows in memory: pass a row-major tensor"),
-        (
-            {"b": normal(16, 8)},
-            ValueError,
-            "pass a.mT.contiguous().mT. b has two dimensions, so groups are summed",
-        ),
+        ({"b": normal(16, 8)}, ValueError, "pass a.mT.contiguous().mT. b has two dimensions, so groups are summed"),
         ({"out": normal(5, 8)}, ValueError, "out has shape (5, 8): it must have shape (6, 8)"),
         ({"epilogue": summed}, ValueError, "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"),
         ({"epilogue": clash}, ValueError, "the epilogue has an input offsets, as groups have"),

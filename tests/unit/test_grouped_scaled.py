@@ -141,23 +141,11 @@ def test_one_block_of_k_has_a_scale():
     ("changes", "error", "message"),
     [
         ({"scale_a": torch.rand(ROWS)}, ValueError, "scale_a has none for blocks of a: pass (10, 4) as well"),
-        (
-            {"scale_b": torch.rand(EXPERTS, WIDE)},
-            ValueError,
-            "has none for blocks of b: pass (3, 3, 4) or (3, 264, 4)",
-        ),
+        ({"scale_b": torch.rand(EXPERTS, WIDE)}, ValueError, "has none for blocks of b: pass (3, 3, 4) or (3, 264, 4)"),
         ({"scale_a": torch.rand(ROWS, 3)}, ValueError, "scale_a has shape (10, 3): with M=10, N=264 and K=400 it must"),
         ({"scale_b": torch.rand(EXPERTS, 4, 3)}, ValueError, "It looks transposed: pass scale_b.mT"),
-        (
-            {"scale_b": torch.rand(2, 3, 4)},
-            ValueError,
-            "must have shape (3, 3, 4), a scale for each 128x128 of b",
-        ),
-        (
-            {"scale_a": torch.rand(ROWS, 4).half()},
-            TypeError,
-            "scales of blocks are torch.float32, so pass scale_a",
-        ),
+        ({"scale_b": torch.rand(2, 3, 4)}, ValueError, "must have shape (3, 3, 4), a scale for each 128x128 of b"),
+        ({"scale_a": torch.rand(ROWS, 4).half()}, TypeError, "scales of blocks are torch.float32, so pass scale_a"),
         ({"epilogue": composed.swiglu}, ValueError, "write all scales into the epilogue, and pass the values alone"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

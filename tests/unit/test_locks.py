@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from processes import WITHOUT_PYTORCH
@@ -110,29 +109,25 @@ def swallowed(path, cancel):
         pass
 
 
-def test_who_has_the_file_of_another_time_has_no_lock(tmp_path):
-    """A file that is removed while somebody waits for it, and made again by somebody else."""
-    path, entered = tmp_path / "lock", threading.Event()
+def test_who_has_the_file_of_another_time_has_no_lock(tmp_path, monkeypatch):
+    """A file that is removed after it was opened, and made again by somebody else."""
+    path, flock, others = tmp_path / "lock", fcntl.flock, []
 
-    def work():
-        with held(path):
-            entered.set()
+    def replaced(descriptor, how):
+        if not others:
+            path.unlink()
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            flock(others[0], fcntl.LOCK_EX)
+        flock(descriptor, how)
 
-    first = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(first, fcntl.LOCK_EX)
-    thread = threading.Thread(target=work)
-    thread.start()
-    # It waits for this file, and not for the next one.
-    while sum(os.path.realpath(f"/proc/self/fd/{each}") == str(path) for each in os.listdir("/proc/self/fd")) < 2:
-        time.sleep(0.01)
-    path.unlink()
-    second = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(second, fcntl.LOCK_EX)
-    os.close(first)
-    assert not entered.wait(0.3)
-    os.close(second)
-    thread.join()
-    assert entered.is_set()
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    for _ in range(2):
+        with locks.attempted(path, "something", ADVICE) as got:
+            assert not got
+        assert path.exists()
+    os.close(others[0])
+    with held(path):
+        pass
     assert not path.exists()
 
 

@@ -501,19 +501,11 @@ def test_vmap_and_compilers_are_told_that_weights_are_prepared_outside():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (
-            lambda w, g: co.prepare(w * 1e30, g * 1e30),
-            ValueError,
-            "^gamma times w exceeds .*columns: divide gamma",
-        ),
+        (lambda w, g: co.prepare(w * 1e30, g * 1e30), ValueError, "^gamma times w exceeds .*columns: divide gamma"),
         (lambda w, g: co.prepare(w * 1e-20, g * 1e-20), ValueError, "^gamma times w is too .*columns: multiply gamma"),
         (lambda w, g: co.prepare(w.double()), TypeError, r"^w is torch\.float64: use one of torch\.float16, torch\.bf"),
         (lambda w, g: co.prepare(w[:, 0], g), ValueError, r"^w has shape \(512,\): it must be \(K, N\)$"),
-        (
-            lambda w, g: co.prepare(w[None], g, norm="layer"),
-            ValueError,
-            "^w has shape .*so prepare weights of",
-        ),
+        (lambda w, g: co.prepare(w[None], g, norm="layer"), ValueError, "^w has shape .*so prepare weights of"),
     ],
 )
 def test_advice_about_weights_can_be_followed(call, kind, message):

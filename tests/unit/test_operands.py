@@ -213,11 +213,7 @@ REFUSED = {
     "scale as a row": ({"scale": torch.zeros(1, 6)}, ValueError, r"^scale has shape \(1, 6\)"),
     "residual as a row": ({"residual": torch.zeros(10)}, ValueError, r"^residual has shape \(10,\): as a Tile"),
     "residual transposed": ({"residual": torch.zeros(10, 6)}, ValueError, r"^residual .* \(6, 10\) for a result"),
-    "alpha of two elements": (
-        {"alpha": torch.zeros(2)},
-        ValueError,
-        r"^alpha has shape \(2,\): a Scalar must have",
-    ),
+    "alpha of two elements": ({"alpha": torch.zeros(2)}, ValueError, r"^alpha has shape \(2,\): a Scalar must have"),
     "alpha a truth value": (
         {"alpha": True},
         TypeError,
@@ -490,12 +486,7 @@ def overlap_check(out, name="d", **changed):
 @pytest.mark.parametrize("name", ["a", "b", "bias", "scale"])
 def test_an_output_must_not_share_memory_with_an_input(name):
     memory = torch.zeros(64, dtype=BF16)
-    views = {
-        "a": memory[:48].view(6, 8),
-        "b": memory.view(8, 8),
-        "bias": memory[40:48],
-        "scale": memory[40:46],
-    }
+    views = {"a": memory[:48].view(6, 8), "b": memory.view(8, 8), "bias": memory[40:48], "scale": memory[40:46]}
     with pytest.raises(ValueError, match=rf"^out shares memory with {name}: pass a separate tensor$"):
         overlap_check(memory[:48].view(6, 8), **{name: views[name]})
 

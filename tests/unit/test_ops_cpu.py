@@ -205,23 +205,6 @@ def test_slices_and_transposed_views_leave_their_surroundings_alone():
     assert whole.isfinite().sum() == 2 * wanted.numel()
 
 
-def test_inputs_go_by_position_or_by_name():
-    a, b, inputs = arguments(co.gemm_bias_residual, (12, 16, 8))
-    bias, residual = inputs["bias"], inputs["residual"]
-    wanted = co.gemm_bias_residual(a, b, bias, residual)
-    assert torch.equal(co.gemm_bias_residual(a, b, residual=residual, bias=bias), wanted)
-    assert torch.equal(co.gemm_bias_residual(a, b, bias, residual=residual), wanted)
-    assert torch.equal(co.gemm_bias_residual(a=a, b=b, bias=bias, residual=residual), wanted)
-
-
-def test_results_carry_no_gradient_and_parameters_serve_under_no_grad():
-    a, weight, bias = matrix(3, 8, BF16), torch.nn.Parameter(matrix(6, 8, BF16)), torch.nn.Parameter(torch.zeros(6))
-    with torch.no_grad():
-        assert not co.gemm_bias(a, weight.t(), bias).requires_grad
-    with torch.inference_mode():
-        assert co.gemm_bias(a, weight.t(), bias).is_inference()
-
-
 # ---- Errors -------------------------------------------------------------------------------------------------------
 
 

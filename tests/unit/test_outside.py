@@ -37,10 +37,7 @@ from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT, at_most
 from tests.unit.test_hostile import _at, _places
 
-FEW = settings(
-    at_most(40),
-    suppress_health_check=[*PATIENT.suppress_health_check, HealthCheck.function_scoped_fixture],
-)
+FEW = settings(at_most(40), suppress_health_check=[*PATIENT.suppress_health_check, HealthCheck.function_scoped_fixture])
 
 # As they stand in JSON, since not all of them are values.
 NUMBERS = (

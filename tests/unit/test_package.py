@@ -136,6 +136,7 @@ print(set(co.__all__) - set(names))
     assert _run(script) == "set()"
 
 
+@pytest.mark.slow
 def test_a_named_op_is_the_same_object_whichever_comes_first():
     pickles = pickle.dumps((co.gemm_bias_relu, co.gemm))
     script = f"""

@@ -26,9 +26,9 @@ def model_of(name, dtype=BF16, **more):
     transformers = pytest.importorskip("transformers")
     if name == "GPT2":
         off = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-        config = transformers.GPT2Config(**TINY, **off, **more)
+        config = transformers.GPT2Config(**(TINY | off | more))
     else:
-        config = getattr(transformers, f"{name}Config")(**SIZES, num_key_value_heads=2, head_dim=16, **more)
+        config = getattr(transformers, f"{name}Config")(**(SIZES | {"num_key_value_heads": 2, "head_dim": 16} | more))
     kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).to(dtype)

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 
 import cutlass_ops as co
 from cutlass_ops.nn import reading
-from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
 
@@ -78,11 +77,12 @@ CASES += [
 
 
 @pytest.mark.sample(20)
-@pytest.mark.parametrize(("case", "first"), in_turn(CASES, ("patch", "change")))
+@pytest.mark.parametrize(("case", "first"), [(case, ("patch", "change")[at % 2]) for at, case in enumerate(CASES)])
 def test_what_is_inside_a_layer_may_change(case, first):
     name, within, change = case
     inside, _, last = within.rpartition(".")
-    plain = louder(model_of(name))
+    layers = 2 if within.startswith("self_attn") else 1  # what one attention changes hardly shows
+    plain = louder(model_of(name, **{"n_layer" if name == "GPT2" else "num_hidden_layers": layers}))
     model, before = copy.deepcopy(plain), logits_of(plain)
     if first == "patch":
         co.patch(model, fold_norms=name == "Llama")

@@ -133,13 +133,7 @@ def test_what_names_nothing_is_refused_in_words(text):
 
 @pytest.mark.parametrize(
     ("tensors", "numbers", "places"),
-    [
-        ([], [], []),
-        ([BIAS, BIAS], [], []),
-        ([BIAS], [1.0], [0]),
-        ([BIAS], [1.0], []),
-        ([], [1.0], []),
-    ],
+    [([], [], []), ([BIAS, BIAS], [], []), ([BIAS], [1.0], [0]), ([BIAS], [1.0], []), ([], [1.0], [])],
 )
 def test_a_program_that_gives_other_inputs_is_refused_in_words(tensors, numbers, places):
     text = ops.op(first).about.split(";", 4)[4]

@@ -89,10 +89,7 @@ def test_a_problems_json_has_a_count_only_where_there_are_several(problem, text)
         ([1, 2, True], f"problem must be an integer from 1 to {MOST_EXTENT}, not True"),
         ([1, 2, 3.0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 3.0"),
         ([MOST_EXTENT + 1, 1, 1], f"problem must be an integer from 1 to {MOST_EXTENT}, not {MOST_EXTENT + 1}"),
-        (
-            [1 << 25, 1 << 24, 1],
-            f"problem 33554432x16777216x1 has a matrix of more than {MOST_ELEMENTS:,} elements",
-        ),
+        ([1 << 25, 1 << 24, 1], f"problem 33554432x16777216x1 has a matrix of more than {MOST_ELEMENTS:,} elements"),
         (
             [1 << 24, 1, 1 << 24, 2],
             f"problem 2x16777216x1x16777216 has matrices of more than {MOST_ELEMENTS:,} elements",

@@ -67,10 +67,7 @@ CASES = {
     "batches": linear(co.gemm_bias_relu, (16,), m=(3, 8), b=(3,)),
     "a row of each batch": linear(co.gemm_bias_relu, (3, 16), m=(3, 8), b=(3,)),
     "a shared weight": linear(co.gemm_bias_relu, (16,), m=(3, 8), b=(1,)),
-    "a gate": (
-        lambda: [leaf(24, 32), leaf(16, 32), leaf(16, 32)],
-        lambda x, w, v: co.gemm_swiglu(x, w.t(), v.t()),
-    ),
+    "a gate": (lambda: [leaf(24, 32), leaf(16, 32), leaf(16, 32)], lambda x, w, v: co.gemm_swiglu(x, w.t(), v.t())),
     "a norm": (
         lambda: [leaf(24, 32), leaf(16, 32), leaf(32)],
         lambda x, w, gamma: co.rmsnorm_gemm(x, w.t(), gamma, eps=1e-5),
@@ -93,10 +90,7 @@ CASES = {
         lambda: [leaf(24, 32), leaf(3, 16, 32), leaf(24)],
         lambda x, w, column: co.gemm(x, w.mT, groups=co.Groups(OFFSETS), epilogue=per_row, column=column),
     ),
-    "a chain": (
-        mlp,
-        lambda x, w, bias, v: chained.chain(co.gemm_bias_gelu, op_of(None), x, w.t(), v.t(), [bias], []),
-    ),
+    "a chain": (mlp, lambda x, w, bias, v: chained.chain(co.gemm_bias_gelu, op_of(None), x, w.t(), v.t(), [bias], [])),
 }
 
 
@@ -181,6 +175,7 @@ def transposed(results, tensors):
 BACKWARDS = [of_all, of_one_value, of_some, of_leaves, twice, transposed]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", CASES)
 def test_later_steps_have_the_bits_of_ones_that_decide_everything(device, programs, monkeypatch, case, backward):

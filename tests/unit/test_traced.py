@@ -88,6 +88,7 @@ def test_what_folding_refuses_it_refuses_when_the_graph_runs():
         compiled(X, GAMMA[:32])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
 def test_inductor_takes_the_operators_as_they_are():
     def function(x):

@@ -208,10 +208,7 @@ class Rows:
             (r"^out\b", replace(case, out={"d": memory.placed((rows + 1, n), case.named["out_dtype"])})),
         ]
         if k > 1:
-            ways += [
-                (r"^a has strides", other(x.t().contiguous().t())),
-                (r"^a .*16 bytes", other(narrow)),
-            ]
+            ways += [(r"^a has strides", other(x.t().contiguous().t())), (r"^a .*16 bytes", other(narrow))]
         ways += [(r"^residual\b", other(residual=case.named["residual"][:-1]))] if "residual" in case.named else []
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)
@@ -350,14 +347,7 @@ FAMILIES = (
     Rows("BF16, routed", "bf16", "bf16", "bf16", epilogue=routed, formula=_routed),
     Rows("FP16, routed, odd columns", "f16", "f16", "f16", aligned_d=False, epilogue=routed, formula=_routed),
     Rows("BF16, a further output", "bf16", "bf16", "bf16", epilogue=saved, formula=_saved),
-    Rows(
-        "BF16, gated",
-        "bf16",
-        "bf16",
-        "bf16",
-        epilogue=composed.swiglu,
-        formula=_gated,
-    ),
+    Rows("BF16, gated", "bf16", "bf16", "bf16", epilogue=composed.swiglu, formula=_gated),
     Rows("FP8, scales", "e4m3", "e4m3", "bf16", scaled=True, math="fast"),
     Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scaled=True, math="promoted"),
     Weights("weights' gradients", "bf16", "bf16"),
