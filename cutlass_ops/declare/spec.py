@@ -35,7 +35,7 @@ from cutlass_ops.declare.config import CONFIGS, Config, config_from_json, config
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
+from cutlass_ops.epilogue.nodes import PARTS, Input, Kind, Output
 
 Major = Literal["row", "col"]
 
@@ -476,7 +476,7 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     mma = mma_of(b.dtype, b.dtype)
     scalar = f32 if mma is None else mma.compute
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: scalar, Kind.PRODUCT: b, Kind.INTEGER: i64}
-    usual |= dict.fromkeys(BLOCKS, f32)
+    usual |= {kind: dtype(part.dtypes[0], DECLARED) for kind, part in PARTS.items()}
     read = _read_beside(b, d)
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, read)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, _stored(graph, o, d))) for o in graph.outputs[1:]}

@@ -18,7 +18,7 @@ from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.frozen import hashed_once
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, PARTS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -149,6 +149,17 @@ class Expression:
         """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
         return tuple(i.name for kind in BLOCKS for i in self.inputs if i.kind is kind)
 
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the inputs that are parts of an operand."""
+        return tuple(i.name for kind in PARTS for i in self.inputs if i.kind is kind)
+
+    @property
+    def parts_are(self) -> str:
+        """Names of the inputs that are parts of an operand, and what they are, for messages."""
+        nouns = dict.fromkeys(PARTS[i.kind].noun for i in self.inputs if i.kind in PARTS)
+        return f"{' and '.join(self.parts)} are {' and '.join(nouns)}"
+
 
 @hashed_once
 @dataclass(frozen=True, repr=False)
@@ -184,7 +195,7 @@ class Graph(Expression):
     @cached_property
     def is_pointwise(self) -> bool:
         """Whether it reads neither A nor B, so that nothing is multiplied, as in a part of a backward."""
-        reads_operands = bool(self.products or self.gathered or self.block_scales)
+        reads_operands = bool(self.products or self.gathered or self.parts)
         return not reads_operands and not any(node.op == "acc" for node in self.nodes)
 
     def _check_block_scales(self) -> None:
@@ -335,12 +346,11 @@ def validate(graph: Expression) -> None:
             "the outputs first need them"
         )
     used = {node.attr for node in graph.nodes if node.op == "input"}
-    read = [i.name for i in graph.inputs if i.name in used and i.kind in BLOCKS]
+    read = [i for i in graph.inputs if i.name in used and i.kind in PARTS]
     if read:
-        raise ConfigError(
-            f"{', '.join(read)} are scales of blocks, which the accumulator has already: no operation has them"
-        )
-    unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in BLOCKS]
+        what = f"{', '.join(i.name for i in read)} are {PARTS[read[0].kind].noun}"
+        raise ConfigError(f"{what}, which the accumulator has already: no operation has them")
+    unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in PARTS]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32, i32
+from cutlass_ops.base.dtypes import DECLARED, FP8, INTEGERS, REDUCED, dtype, f32, i32
 from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs, unit_of
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import integers
-from cutlass_ops.epilogue.nodes import BLOCKS, Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
 from cutlass_ops.kinds.kind import Broken, Rule
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.table import KINDS, kind_of
@@ -96,7 +96,8 @@ def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
-    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
+    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS}
+    read |= {kind: tuple(dtype(name, DECLARED) for name in part.dtypes) for kind, part in PARTS.items()}
     mma = mma_of(spec.a.dtype, spec.b.dtype) or MMAS[0]  # the rule operand_dtypes reports the others
     found = [("d", spec.d, mma.results)]
     found += [(f"input {i.name}", operand, read.get(i.kind, mma.read)) for i, operand in spec.typed_inputs]
