@@ -153,7 +153,7 @@ def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
 def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
-        known = " or ".join(f"{a[0]}x{a[1]} and {b[0]}x{b[1]}" for a, b in mma.scalings)
+        known = " or ".join(" and ".join("{}x{}".format(*x) if x else "none" for x in pair) for pair in mma.scalings)
         yield (
             f"a is {spec.a} and b is {spec.b}: no main loop applies scales of such blocks to {spec.a.dtype} and "
             f"{spec.b.dtype}; use operands " + (f"with blocks of {known}" if known else "without blocks")
@@ -176,7 +176,7 @@ def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
         )
     if spec.a.promoted != spec.b.promoted:
         yield f"a is {spec.a} and b is {spec.b}: use '.promoted' for both or for neither"
-    if spec.a.promoted and (mma is None or not mma.scalings):
+    if spec.a.promoted and (mma is None or not mma.promotes):
         yield f"a is {spec.a} and b is {spec.b}: '.promoted' is for FP8 operands only; use operands without it"
     if spec.a.promoted and blocks:
         yield f"a is {spec.a}, and scales of blocks imply '.promoted': leave it out"
