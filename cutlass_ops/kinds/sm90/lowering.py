@@ -80,7 +80,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "starts": (_WAITS_LATE if taken == "ahead" and plain else _OVERLAPS) if overlaps else None,
         "overlaps": flag(overlaps),
         "library": _library(spec, plain, reductions, copier["header"] if copies else "", taken),
-        "wgmma": _wgmma(spec, integers),
+        "instruction": _instruction(spec, integers),
         "of_each": _OF_EACH[spec.form],
         "d": d | {"element": "float"} if is_sums else d,
         "accumulator": "int32_t" if integers and not is_sums else "float",
@@ -176,14 +176,13 @@ def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, ta
     return [name if "/" in name else f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]
 
 
-def _wgmma(spec: KernelSpec, integers: bool) -> dict[str, str]:
-    """Spell the types that the kernel's instruction multiplies, in the kernel's orientation."""
+def _instruction(spec: KernelSpec, integers: bool) -> str:
+    """Spell the kernel's instruction with the types that it multiplies, in the kernel's orientation."""
     a, b = (spec.b.dtype, spec.a.dtype) if swapped(spec) else (spec.a.dtype, spec.b.dtype)
     mma = mma_of(a, b)
     assert mma is not None
     macro = "CUTLASS_OPS_INTEGER_WGMMA" if integers else "CUTLASS_OPS_WGMMA"
-    any_major = flag(not _loads_along_k(spec))
-    return {"macro": macro, "a": a.cpp, "b": b.cpp, "types": mma.wgmma_types, "any_major": any_major}
+    return f'{macro}({a.cpp}, {b.cpp}, "{mma.wgmma_types}", {flag(not _loads_along_k(spec))})'
 
 
 def _loads_along_k(spec: KernelSpec) -> bool:
