@@ -154,6 +154,12 @@ class Expression:
         """Names of the inputs that are parts of an operand."""
         return tuple(i.name for kind in PARTS for i in self.inputs if i.kind is kind)
 
+    @cached_property
+    def in_blocks(self) -> tuple[bool, bool]:
+        """Whether blocks of A, and blocks of B, have values of a part, such as scales."""
+        of = {PARTS[i.kind].operand for i in self.inputs if i.kind in PARTS}
+        return "a" in of, "b" in of
+
     @property
     def parts_are(self) -> str:
         """Names of the inputs that are parts of an operand, and what they are, for messages."""
