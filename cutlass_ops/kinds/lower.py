@@ -304,7 +304,7 @@ def types(
     if spec.form in (GROUPED, RAGGED_K):
         elements[i32] = None  # of where groups end
     return {
-        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
+        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in {t.cpp: t for t in elements}.values()],
         "a": _operand(a),
         "b": _operand(b),
         "d": _operand(spec.d),
