@@ -164,7 +164,7 @@ class Expression:
     def parts_are(self) -> str:
         """Names of the inputs that are parts of an operand, and what they are, for messages."""
         nouns = dict.fromkeys(PARTS[i.kind].noun for i in self.inputs if i.kind in PARTS)
-        return f"{' and '.join(self.parts)} are {' and '.join(nouns)}"
+        return f"{' and '.join(self.parts)} {'are' if len(self.parts) > 1 else 'has'} {' and '.join(nouns)}"
 
 
 @hashed_once
