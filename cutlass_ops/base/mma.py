@@ -139,6 +139,8 @@ _16_BITS = ((16, 8, 16), (16, 8, 8))
 BLOCK_K = 128
 _BLOCKS: tuple[Scaling, ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
 
+_QGMMA = Unit(WGMMA, "QGMMA", k_major_only=True, scalings=_BLOCKS, promotes=True)
+
 MMAS: tuple[MmaSpec, ...] = (
     *(
         MmaSpec(each, each, f32, each, (Unit(MMA_SYNC, "HMMA", _16_BITS), Unit(WGMMA, "HGMMA", copyable=True)))
@@ -170,16 +172,7 @@ MMAS: tuple[MmaSpec, ...] = (
         error=2.0**-9,
     ),
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
-    *(
-        MmaSpec(
-            *(a, b, f32, bf16),
-            (Unit(WGMMA, "QGMMA", k_major_only=True, scalings=_BLOCKS, promotes=True),),
-            rate=2.0,
-            error=2.0**-9,
-        )
-        for a in FP8
-        for b in FP8
-    ),
+    *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
 # Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))

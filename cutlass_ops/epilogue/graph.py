@@ -352,10 +352,8 @@ def validate(graph: Expression) -> None:
             "the outputs first need them"
         )
     used = {node.attr for node in graph.nodes if node.op == "input"}
-    read = [i for i in graph.inputs if i.name in used and i.kind in PARTS]
-    if read:
-        what = f"{', '.join(i.name for i in read)} are {PARTS[read[0].kind].noun}"
-        raise ConfigError(f"{what}, which the accumulator has already: no operation has them")
+    if used.intersection(graph.parts):
+        raise ConfigError(f"{graph.parts_are}, which the accumulator has already: no operation has them")
     unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in PARTS]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")

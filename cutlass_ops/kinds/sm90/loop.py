@@ -49,7 +49,7 @@ class Loop:
         LOOPS.update(dict.fromkeys(cls.reads, cls()))
 
     def fields(self, spec: KernelSpec, given: Aliases) -> Aliases:
-        """Return the launch arguments after A, B and D as it takes them."""
+        """Return the launch arguments after A, B and D, as it takes them."""
         return given
 
     def instruction(self, spec: KernelSpec) -> str:
