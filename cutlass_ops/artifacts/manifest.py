@@ -269,7 +269,7 @@ def _group(data: object) -> Group:
     blocks = (signature.a.scaling, signature.b.scaling)
     if signature.d.scaling or (blocks != (None, None) and (mma is None or not mma.scales(blocks))):
         raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")
-    if (blocks != (None, None)) != bool(signature.epilogue.block_scales):
+    if tuple(block is not None for block in blocks) != signature.epilogue.in_blocks:
         raise ConfigError("operands have blocks, or the epilogue has scales of them, and not both")
     kernels = tuple(_kernel(k, signature) for k in checked_json.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
     if not kernels:

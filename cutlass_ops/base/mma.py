@@ -13,8 +13,7 @@ from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
 from cutlass_ops.base.dtypes import FP8, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
 
 Block = tuple[int, int]
-
-
+Scaling = tuple[Block | None, Block | None]  # of A and of B; None without scales
 Shape = tuple[int, int, int]
 
 
@@ -32,7 +31,8 @@ class Unit:
     # copied: that would take as long as the quantisation before it, which can write lines along K.
     copyable: bool = False
     # blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies
-    scalings: tuple[tuple[Block, Block], ...] = ()
+    scalings: tuple[Scaling, ...] = ()
+    promotes: bool = False  # whether a main loop may add up sums in FP32, as they have fewer bits
 
     def shapes_on(self, capability: tuple[int, int]) -> tuple[Shape, ...]:
         """Return the shapes of ``mma.sync`` that a device has, the preferred ones first."""
@@ -65,9 +65,14 @@ class MmaSpec:
         return next((unit for unit in self.units if unit.family.tma), None)
 
     @property
-    def scalings(self) -> tuple[tuple[Block, Block], ...]:
+    def scalings(self) -> tuple[Scaling, ...]:
         """Blocks of A and of B whose scales some main loop applies."""
         return tuple(blocks for unit in self.units for blocks in unit.scalings)
+
+    @property
+    def promotes(self) -> bool:
+        """Whether some main loop adds up sums of products in FP32, as they have fewer bits."""
+        return any(unit.promotes for unit in self.units)
 
     @property
     def bits(self) -> int:
@@ -122,7 +127,7 @@ class MmaSpec:
         """Whether every instruction for these types needs K-major operands."""
         return all(unit.k_major_only for unit in self.units)
 
-    def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
+    def scales(self, blocks: Scaling) -> bool:
         """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
         return blocks == (None, None) or blocks in self.scalings
 
@@ -132,7 +137,9 @@ _PTX = {i8: "s8", i32: "s32"}
 _16_BITS = ((16, 8, 16), (16, 8, 8))
 # Elements along K that share a scale, and those whose sums a thread adds up in FP32.
 BLOCK_K = 128
-_BLOCKS: tuple[tuple[Block, Block], ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
+_BLOCKS: tuple[Scaling, ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
+
+_QGMMA = Unit(WGMMA, "QGMMA", k_major_only=True, scalings=_BLOCKS, promotes=True)
 
 MMAS: tuple[MmaSpec, ...] = (
     *(
@@ -165,11 +172,7 @@ MMAS: tuple[MmaSpec, ...] = (
         error=2.0**-9,
     ),
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
-    *(
-        MmaSpec(a, b, f32, bf16, (Unit(WGMMA, "QGMMA", k_major_only=True, scalings=_BLOCKS),), rate=2.0, error=2.0**-9)
-        for a in FP8
-        for b in FP8
-    ),
+    *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
 # Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))

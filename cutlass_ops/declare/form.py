@@ -114,8 +114,8 @@ def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:
         return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
     if graph.gathered:
         return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"
-    if graph.block_scales and form.of_kernels != GROUPED:
-        return "the epilogue has scales of blocks, and a kernel reads those of one GEMM"
+    if graph.parts and form.of_kernels != GROUPED:
+        return f"{graph.parts_are}, and a kernel reads those of one GEMM"
     if any(node.op == UNIFORM for node in graph.nodes):
         return "the epilogue draws random numbers by row and column, the same for every batch"
     return None

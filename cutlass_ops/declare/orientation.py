@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cutlass_ops.base.dtypes import DType
 from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.spec import KernelSpec, Operand, loaded
 from cutlass_ops.epilogue.nodes import Kind
@@ -20,8 +21,9 @@ class Side:
     """A or B as one side of the kernel's tile."""
 
     name: str  # ``"a"`` or ``"b"``: the operand's name in the spec
-    side: Literal["m", "n"]  # ``"m"`` or ``"n"``: the operand's dimension besides K
+    dtype: DType
     k_major: bool  # whether neighbours along K are adjacent in the memory from which the kernel loads its tiles
+    side: Literal["m", "n"]  # ``"m"`` or ``"n"``: the operand's dimension besides K
     extent: int  # the tile's extent along that side, in elements
 
 
@@ -39,9 +41,9 @@ def sides(spec: KernelSpec) -> tuple[Side, Side]:
     """Return the operand along the kernel's M and the one along its N."""
     tile = spec.config.threadblock
     of_a, of_b = loaded(spec.a, spec.b) if spec.config.copies else (spec.a, spec.b)
-    a, b = ("a", of_a.major == "row"), ("b", of_b.major == "col")
+    a, b = ("a", of_a.dtype, of_a.major == "row"), ("b", of_b.dtype, of_b.major == "col")
     first, second = (b, a) if swapped(spec) else (a, b)
-    return Side(first[0], "m", first[1], tile.m), Side(second[0], "n", second[1], tile.n)
+    return Side(*first, "m", tile.m), Side(*second, "n", tile.n)
 
 
 def halved(spec: KernelSpec, tile: ThreadblockShape) -> ThreadblockShape:

@@ -30,12 +30,12 @@ from cutlass_ops.base.dtypes import (
 )
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.frozen import KEPT_HASH, hashed_once, plain_field
-from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.config import CONFIGS, Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
+from cutlass_ops.epilogue.nodes import PARTS, Input, Kind, Output
 
 Major = Literal["row", "col"]
 
@@ -289,7 +289,7 @@ class KernelSpec:
         # FP64 alone asks what its constants were, and refuses it then.
         graph = graph if a_type.dtype is f64 else graph.of_kernels()
         b_type, d_type = _matrix("b", b), _matrix("d", d)
-        typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)
+        typed_inputs, typed_outputs = _defaults(graph, a_type, b_type, d_type)
         for name, value in (
             ("a", a_type),
             ("b", b_type),
@@ -336,7 +336,7 @@ class KernelSpec:
         """Return the declaration on one line, without defaults, and with the epilogue's title."""
         given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
         given += [f"epilogue={self.epilogue!r}", f"config={self.config!r}"]
-        typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
+        typed_inputs, typed_outputs = _defaults(self.epilogue, self.a, self.b, self.d)
         for name, types, usual in (("inputs", self.inputs, typed_inputs), ("outputs", self.outputs, typed_outputs)):
             others = {n: _text(k, t) for (n, (k, u)), t in zip(usual.items(), types, strict=True) if t != u}
             given += [f"{name}={others}"] if others else []
@@ -471,23 +471,22 @@ def _operand(name: str, given: object) -> Operand:
 Typed = dict[str, tuple[Kind, Operand]]
 
 
-def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
+def _defaults(graph: Graph, a: Operand, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     """Return kind and default type of the inputs, and of the outputs after D, by name."""
-    mma = mma_of(b.dtype, b.dtype)
+    mma = mma_of(a.dtype, b.dtype)
     scalar = f32 if mma is None else mma.compute
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: scalar, Kind.PRODUCT: b, Kind.INTEGER: i64}
-    usual |= dict.fromkeys(BLOCKS, f32)
-    read = _read_beside(b, d)
+    usual |= {kind: dtype(part.dtypes[0], DECLARED) for kind, part in PARTS.items()}
+    read = _read_beside(mma, d)
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, read)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, _stored(graph, o, d))) for o in graph.outputs[1:]}
     return inputs, outputs
 
 
-def _read_beside(b: Operand, d: Operand) -> Operand:
+def _read_beside(mma: MmaSpec | None, d: Operand) -> Operand:
     """Return the type of inputs of which nothing else is said: D's, and D's usual one where that is never read."""
     if d.dtype not in UNREAD:
         return d
-    mma = mma_of(b.dtype, b.dtype)
     return _like(d, bf16 if mma is None else mma.result)
 
 

@@ -74,10 +74,10 @@ def vjp(
     >>> vjp(builtin.bias_relu.graph, kept=["d"]).again
     False
     """
-    if graph.block_scales:
+    if graph.parts:
         raise ConfigError(
-            f"{' and '.join(graph.block_scales)} are scales of blocks, and what they scale has no derivative: call "
-            "under torch.no_grad(), or pass detached tensors"
+            f"{graph.parts_are}, and an operand that has them has no derivative: call under torch.no_grad(), or pass "
+            "detached tensors"
         )
     outputs = {o.name: o for o in graph.outputs}
     unknown = [name for name in (*(of or ()), *kept) if name not in outputs]

@@ -18,7 +18,7 @@ from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.frozen import hashed_once
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, PARTS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -149,6 +149,23 @@ class Expression:
         """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
         return tuple(i.name for kind in BLOCKS for i in self.inputs if i.kind is kind)
 
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the inputs that are parts of an operand."""
+        return tuple(i.name for kind in PARTS for i in self.inputs if i.kind is kind)
+
+    @cached_property
+    def in_blocks(self) -> tuple[bool, bool]:
+        """Whether blocks of A, and blocks of B, have values of a part, such as scales."""
+        of = {PARTS[i.kind].operand for i in self.inputs if i.kind in PARTS}
+        return "a" in of, "b" in of
+
+    @property
+    def parts_are(self) -> str:
+        """Names of the inputs that are parts of an operand, and what they are, for messages."""
+        nouns = dict.fromkeys(PARTS[i.kind].noun for i in self.inputs if i.kind in PARTS)
+        return f"{' and '.join(self.parts)} {'are' if len(self.parts) > 1 else 'has'} {' and '.join(nouns)}"
+
 
 @hashed_once
 @dataclass(frozen=True, repr=False)
@@ -184,7 +201,7 @@ class Graph(Expression):
     @cached_property
     def is_pointwise(self) -> bool:
         """Whether it reads neither A nor B, so that nothing is multiplied, as in a part of a backward."""
-        reads_operands = bool(self.products or self.gathered or self.block_scales)
+        reads_operands = bool(self.products or self.gathered or self.parts)
         return not reads_operands and not any(node.op == "acc" for node in self.nodes)
 
     def _check_block_scales(self) -> None:
@@ -335,12 +352,9 @@ def validate(graph: Expression) -> None:
             "the outputs first need them"
         )
     used = {node.attr for node in graph.nodes if node.op == "input"}
-    read = [i.name for i in graph.inputs if i.name in used and i.kind in BLOCKS]
-    if read:
-        raise ConfigError(
-            f"{', '.join(read)} are scales of blocks, which the accumulator has already: no operation has them"
-        )
-    unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in BLOCKS]
+    if used.intersection(graph.parts):
+        raise ConfigError(f"{graph.parts_are}, which the accumulator has already: no operation has them")
+    unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in PARTS]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
 

@@ -29,7 +29,21 @@ class Kind(str, Enum):
     BLOCKS_D = "blocks_d"
 
 
-# What the main loop applies.
+class Part(NamedTuple):
+    """What a tensor of an operand is that the operand has besides its matrix. The main loop reads it."""
+
+    operand: str  # ``"a"`` or ``"b"``
+    noun: str  # what messages call it
+    shape: str  # for ``help``
+    dtypes: tuple[str, ...] = ("f32",)  # the element types that it may have, the usual one first
+
+
+# Kinds of inputs that are parts of an operand. No operation reads them: the accumulator has them already.
+PARTS: dict[Kind, Part] = {
+    Kind.BLOCKS_A: Part("a", "scales of blocks", "(..., M, K / 128), FP32, rounded up"),
+    Kind.BLOCKS_B: Part("b", "scales of blocks", "(N / 128, K / 128) or (N, K / 128), FP32, rounded up"),
+}
+# Scales of which both operands have some, or neither.
 BLOCKS = (Kind.BLOCKS_A, Kind.BLOCKS_B)
 # The name of the scales of D.
 D_SCALE = "d_scale"

@@ -161,9 +161,10 @@ class Epilogue:
         tracer, graph = TRACER.get(), self.graph
         if tracer is None:
             raise TypeError(f"{self.name} is an epilogue: apply it with gemm(a, b, epilogue={self.name}, ...)")
-        if graph.block_scales:
+        if graph.parts:
             raise tracer.error(
-                f"{self.name} has scales of blocks, and cannot be called in another epilogue: copy its expression"
+                f"{self.name} has {' and '.join(graph.parts)} of an operand, and cannot be called in another epilogue: "
+                "copy its expression"
             )
         try:
             acc, *values = self.signature.bind(*args, **kwargs).arguments.values()

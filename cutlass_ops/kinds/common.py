@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32, i32
-from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs, unit_of
+from cutlass_ops.base.dtypes import DECLARED, FP8, INTEGERS, REDUCED, dtype, f32, i32
+from cutlass_ops.base.mma import BLOCK_K, MMAS, Block, mma_of, pairs, unit_of
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import integers
-from cutlass_ops.epilogue.nodes import BLOCKS, Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
 from cutlass_ops.kinds.kind import Broken, Rule
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.table import KINDS, kind_of
@@ -96,7 +96,8 @@ def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
-    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
+    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS}
+    read |= {kind: tuple(dtype(name, DECLARED) for name in part.dtypes) for kind, part in PARTS.items()}
     mma = mma_of(spec.a.dtype, spec.b.dtype) or MMAS[0]  # the rule operand_dtypes reports the others
     found = [("d", spec.d, mma.results)]
     found += [(f"input {i.name}", operand, read.get(i.kind, mma.read)) for i, operand in spec.typed_inputs]
@@ -149,35 +150,42 @@ def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
         )
 
 
+def _extents(block: Block | None) -> str:
+    return "none" if block is None else f"{block[0]}x{block[1]}"
+
+
 def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
-        known = " or ".join(f"{a[0]}x{a[1]} and {b[0]}x{b[1]}" for a, b in mma.scalings)
+        known = " or ".join(" and ".join(_extents(x) for x in pair) for pair in mma.scalings)
         yield (
             f"a is {spec.a} and b is {spec.b}: no main loop applies scales of such blocks to {spec.a.dtype} and "
             f"{spec.b.dtype}; use operands " + (f"with blocks of {known}" if known else "without blocks")
         )
-    blocks, scales = {spec.a.scaling, spec.b.scaling} - {None}, spec.epilogue.block_scales
-    if blocks and not scales:
+    blocks, scaled = (spec.a.scaling is not None, spec.b.scaling is not None), spec.epilogue.in_blocks
+    if any(blocks) and not any(scaled):
         yield (
             f"a is {spec.a} and b is {spec.b}, and the epilogue has no scales of their blocks: use an epilogue "
             "with scales of blocks, or operands without blocks"
         )
-    if scales and not blocks:
-        yield (
-            f"the epilogue has scales of blocks, {' and '.join(scales)}, and a is {spec.a} and b is {spec.b}: use "
-            f"'{spec.a}.blocks1x{BLOCK_K}' and '{spec.b}.blocks{BLOCK_K}x{BLOCK_K}' or '{spec.b}.blocks{BLOCK_K}x1'"
-        )
-    if scales and not kind_of(config).scales_blocks:
+    elif blocks != scaled:
+        fitting = mma.scalings if mma is not None and mma.scalings else MMAS[-1].scalings
+        each = [
+            dict.fromkeys(f"'{x}.blocks{_extents(pair[side])}'" for pair in fitting if pair[side])
+            for side, x in enumerate((spec.a, spec.b))
+        ]
+        advice = " and ".join(" or ".join(texts) for texts in each if texts)
+        yield f"{spec.epilogue.parts_are}, and a is {spec.a} and b is {spec.b}: use {advice}"
+    if any(scaled) and not kind_of(config).scales_blocks:
         yield Broken(
-            f"the epilogue has scales of blocks, {' and '.join(scales)}, which kernels of this kind do not apply",
+            f"{spec.epilogue.parts_are}, which kernels of this kind do not apply",
             advice=f"use {' or '.join(k.noun for k in KINDS if k.scales_blocks)} with accumulation='promoted'",
         )
     if spec.a.promoted != spec.b.promoted:
         yield f"a is {spec.a} and b is {spec.b}: use '.promoted' for both or for neither"
-    if spec.a.promoted and (mma is None or not mma.scalings):
+    if spec.a.promoted and (mma is None or not mma.promotes):
         yield f"a is {spec.a} and b is {spec.b}: '.promoted' is for FP8 operands only; use operands without it"
-    if spec.a.promoted and blocks:
+    if spec.a.promoted and any(blocks):
         yield f"a is {spec.a}, and scales of blocks imply '.promoted': leave it out"
     if spec.d.promoted:
         yield f"d is {spec.d}: '.promoted' is for a and b only; use d without it"

@@ -23,7 +23,7 @@ from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import PARTS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, SWAP_PAIRS, UNIFORM, Type
 from cutlass_ops.kinds.cpp import (
     DOUBLES,
@@ -285,8 +285,6 @@ _READERS = {
     Kind.SCALAR: "scalar",
     Kind.PRODUCT: "second",
     Kind.INTEGER: "scalar",
-    Kind.BLOCKS_A: "blocks",
-    Kind.BLOCKS_B: "blocks",
 }
 
 
@@ -306,7 +304,7 @@ def types(
     if spec.form in (GROUPED, RAGGED_K):
         elements[i32] = None  # of where groups end
     return {
-        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
+        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in {t.cpp: t for t in elements}.values()],
         "a": _operand(a),
         "b": _operand(b),
         "d": _operand(spec.d),
@@ -332,7 +330,7 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
     """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
     found = [
         _blocks(spec, i)
-        if i.kind in BLOCKS
+        if i.kind in PARTS
         else _field(spec.form, i.name, i.kind, operand, whole_accesses(operand, False))
         for i, operand in spec.typed_inputs
     ]
@@ -346,16 +344,17 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
 
 def _blocks(spec: KernelSpec, given: Input) -> dict[str, str]:
     """Read scales of blocks, of which a row is for each of some rows of A or columns of B."""
-    operand, extent = (spec.a, "m") if given.kind is Kind.BLOCKS_A else (spec.b.transposed, "n")
+    of_a = PARTS[given.kind].operand == "a"
+    operand, extent = (spec.a, "m") if of_a else (spec.b.transposed, "n")
     assert operand.scaling is not None
     each, of_k = operand.scaling
     if spec.form == GROUPED:
         element = f"Element_{given.name}"
         of_rows = f"groups.row_scales<{element}>(o.problem, {of_k})"
         of_weights = f"groups.weight_scales<{element}>(o.problem, {each}, {of_k})"
-        read = of_rows if given.kind is Kind.BLOCKS_A else of_weights
+        read = of_rows if of_a else of_weights
         return {"name": given.name, "type": "cutlass_ops::GroupedScales", "read": read}
-    read = f"call.{_READERS[given.kind]}<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
+    read = f"call.blocks<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
     return {"name": given.name, "type": "cutlass_ops::StridedScales", "read": read}
 
 

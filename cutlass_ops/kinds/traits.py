@@ -69,9 +69,10 @@ _Extents = TypeVar("_Extents", Problem, Extents)
 class Traits:
     """The properties of a signature that affect its kernels' times."""
 
-    # Bytes of an element of A and of B, and of D; less than 1 for packed ones
+    # Bytes of an element of A, and of D; less than 1 for packed ones
     element_bytes: float
     d_bytes: float
+    narrow: float = 1.0  # bytes of an element of B, relative to one of A
     majors: tuple[Major, Major] = ("row", "col")  # majors of A and B
     alignments: tuple[int, int] = (8, 8)  # alignments of A and B, in elements
     weights: int = 1  # number of matrices that A is multiplied by. N of a problem is that of one of them.
@@ -96,6 +97,7 @@ class Traits:
         return cls(
             element_bytes=signature.a.dtype.bits / 8,
             d_bytes=signature.d.dtype.bits / 8,
+            narrow=signature.b.dtype.bits / signature.a.dtype.bits,
             majors=signature.majors,
             alignments=signature.alignments,
             weights=1 + len(signature.epilogue.products),
@@ -125,8 +127,8 @@ class Traits:
         """Return how many operands have :func:`odd` lines, with shape (problems,)."""
         extents = Extents.of(problems)
         found = np.zeros(extents.size, np.int64)
-        for line in self.lines:
-            found += odd(getattr(extents, line).reshape(-1), self.element_bytes)
+        for line, relative in zip(self.lines, (1.0, self.narrow), strict=True):
+            found += odd(getattr(extents, line).reshape(-1), self.element_bytes * relative)
         return found
 
 

@@ -42,11 +42,8 @@ class Frame(NamedTuple):
 
 def require(graph: Graph) -> None:
     """Raise ValueError for an epilogue that has no meaning for each batch by itself. The message says what to do."""
-    if graph.block_scales:
-        raise ValueError(
-            f"b has batches, and {' and '.join(graph.block_scales)} are scales of blocks of one A and one B: call "
-            "the op for each batch"
-        )
+    if graph.parts:
+        raise ValueError(f"b has batches, and {graph.parts_are} of one A and one B: call the op for each batch")
     if any(node.op == UNIFORM for node in graph.nodes):
         raise ValueError(
             "b has batches, and the epilogue draws random numbers by row and column, the same for every batch: call "

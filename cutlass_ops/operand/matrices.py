@@ -213,7 +213,7 @@ class BlockScaled(Matrix):
         name = next(iter(self.further), "the epilogue")
         if math == "fast":
             raise TypeError(f"math is 'fast', and {name} has scales of blocks, which need promoted sums: omit math")
-        if not found.scalings:
+        if not found.promotes:
             raise TypeError(
                 f"{self.name} is {self.tensor.dtype}, and {name} has scales of blocks, which only FP8 operands can "
                 "have: use a scale for each row and each column, or one number"

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K, Form
+from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Node
 from cutlass_ops.epilogue.operations import UNIFORM, to_fp32
 from cutlass_ops.operand import reference
+from cutlass_ops.operand.matrices import operand
 from cutlass_ops.operand.results import FP8
 
 FP8_DTYPES = frozenset(FP8.values())
@@ -35,7 +37,7 @@ class Manner(NamedTuple):
     form: Form
     math: str | None  # how FP32 operands are multiplied, or FP8 products added up
     eps: Node | None  # added to the mean squares of A's rows, if products are of normalised rows
-    block_scales: tuple[str, ...]  # inputs that are scales of blocks
+    graph: Graph  # the epilogue
 
 
 class Operands:
@@ -43,7 +45,7 @@ class Operands:
 
     def __init__(self, manner: Manner, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> None:
         self.a, self.b, self.inputs = a, b, inputs
-        self.wide, self.form, self.math, self.eps, self.block_scales = manner
+        self.wide, self.form, self.math, self.eps, self.graph = manner
         each = inputs["offsets"].shape if self.form == RAGGED_K else a.shape[:-2]
         self.shape = torch.Size((*each, a.shape[-2], b.shape[-1]))
         self._left: Tensor | None = None
@@ -76,6 +78,8 @@ def product(of: Operands, name: str | None = None, *, left: bool = False) -> Ten
     a, b = of.left if left else of.a, of.b if name is None else of.inputs[name]
     if of.form in (GROUPED, RAGGED_K):
         return _grouped(of, a, b).to(of.wide)
+    if name is None and of.graph.parts:
+        return _of_parts(of, a, b)
     if a.dtype in FP8_DTYPES:
         return _of_fp8(of, a, b)
     if a.dtype == torch.int8:
@@ -125,16 +129,19 @@ def _of_int8(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(padded, b)[:rows]
 
 
+def _of_parts(of: Operands, a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of operands with further tensors, such as scales of blocks."""
+    scales = [of.inputs[name] for name in of.graph.block_scales]
+    if scales and _takes_blocks(a, b, scales[1]):
+        scale_a, scale_b = scales[0].t().contiguous().t(), scales[1].t()
+        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16).to(of.wide)
+    dtype = torch.bfloat16 if a.dtype in FP8_DTYPES else a.dtype
+    x, w = operand("a", a, of.graph, of.inputs), operand("b", b, of.graph, of.inputs)
+    return torch.matmul(x.values().to(dtype), w.values().to(dtype)).to(of.wide)
+
+
 def _of_fp8(of: Operands, a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of FP8 operands, times the scales of blocks if there are some."""
-    names = of.block_scales
-    if names:
-        scales = [of.inputs[name] for name in names]
-        if _takes_blocks(a, b, scales[1]):
-            scale_a, scale_b = scales[0].t().contiguous().t(), scales[1].t()
-            return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16).to(of.wide)
-        x, w = reference.dequantised(a, b, *scales)
-        return torch.matmul(x.to(torch.bfloat16), w.to(torch.bfloat16)).to(of.wide)
+    """Return the product of FP8 operands."""
     if not _takes_scales(a, b):
         return torch.matmul(a.to(torch.bfloat16), b.to(torch.bfloat16)).to(of.wide)
     one = torch.ones((), device=a.device)

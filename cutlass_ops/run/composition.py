@@ -68,7 +68,7 @@ class Composition:
         if graph.gathered and self.norm is None and self.wide != torch.float64:
             self.wide = torch.float32  # the product of rows that are not normalised yet may overflow FP16
         eps = None if self.norm is None else self.norm.eps
-        self.manner = Manner(self.wide, form, math, eps, graph.block_scales)
+        self.manner = Manner(self.wide, form, math, eps, graph)
         self.steps = self._steps()
 
     @classmethod
@@ -177,7 +177,7 @@ class Composition:
         for acc, row in (node.args, node.args[::-1]):
             name = str(nodes[row].attr)
             is_row = nodes[row].op == "input" and self.kinds[name] is Kind.ROW
-            if nodes[acc].op == "acc" and is_row and len(self.users[acc]) == 1 and not graph.block_scales:
+            if nodes[acc].op == "acc" and is_row and len(self.users[acc]) == 1 and not graph.parts:
                 return functools.partial(by_pytorch.biased, name, activation), ()
         return None
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
 
 
 def signature(names: Sequence[str]) -> inspect.Signature:
@@ -26,8 +26,7 @@ _SHAPES = {
     Kind.SCALAR: "number, or tensor of one element",
     Kind.PRODUCT: "(K, N), the same dtype and major as b",
     Kind.INTEGER: "int, or integer tensor of one element",
-    Kind.BLOCKS_A: "(..., M, K / 128), FP32, rounded up",
-    Kind.BLOCKS_B: "(N / 128, K / 128) or (N, K / 128), FP32, rounded up",
+    **{kind: part.shape for kind, part in PARTS.items()},
     Kind.BLOCKS_D: "(..., M, N / 128), FP32, rounded up",
 }
 

@@ -17,7 +17,7 @@ from cutlass_ops.operand import groups as of_groups
 from cutlass_ops.run import traced
 from cutlass_ops.run.grouped import FORMS, GroupsOp
 from cutlass_ops.run.ops import Op, graph_op, op_of
-from cutlass_ops.run.values import VALUES, Groups, PreparedWeight, Scaled
+from cutlass_ops.run.values import VALUES, Groups, OperandA, OperandB, OwnWeight, PreparedWeight, Scaled
 
 Given: TypeAlias = Epilogue | Callable[[Value], Any] | None
 
@@ -28,8 +28,8 @@ Given: TypeAlias = Epilogue | Callable[[Value], Any] | None
 def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[Op, tuple[Any, ...]]:
     """Return the op of a call with operand values or groups, and what it takes before the epilogue's inputs.
 
-    That is A, B, where groups end, and two scales. `name` is the op's, or empty for the epilogue's. Raises TypeError or
-    ValueError if operands, groups and epilogue do not go together.
+    That is A, B, where groups end, and the scales that there are. `name` is the op's, or empty for the epilogue's.
+    Raises TypeError or ValueError if operands, groups and epilogue do not go together.
     """
     # Written out, for warm calls.
     values_a, scale_a = a if isinstance(a, Scaled) else (a, None)
@@ -37,8 +37,8 @@ def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[
     scale_b: Any = None
     if isinstance(b, Scaled):
         values_b, scale_b = b
-    elif isinstance(b, PreparedWeight):
-        values_b, scale_b = b.matrix, b.scale
+    elif isinstance(b, OwnWeight):
+        values_b, scale_b = b.parts
     has_scales = scale_a is not None or scale_b is not None
     tensors = (values_a, scale_a, values_b, scale_b) if has_scales else ()
     kind = _kind(epilogue, name, b, values_b, groups, tensors)
@@ -52,7 +52,7 @@ def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[
     op, a_has_one, fitted = known
     ends = () if groups is None else (groups.offsets if groups.counts is None else groups.counts,)
     if scale_a is None:
-        return op, (values_a, values_b, *ends)
+        return op, (values_a, values_b, *ends) if scale_b is None else (values_a, values_b, *ends, scale_b)
     if fitted is not None:
         scale_b = fitted(values_a, scale_a, values_b, scale_b)
     of_a: Any = scale_a
@@ -94,11 +94,10 @@ def _kind(epilogue: Any, name: str, given_b: Any, b: Any, groups: Any, tensors: 
 
 def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a: Any, b: Any, scale_b: Any) -> _Known:
     form = _form(groups, b)
-    if isinstance(given_b, PreparedWeight) and given_b.column_sum is not None:
-        raise TypeError("b is prepared for a LayerNorm: call layernorm_gemm, or pass prepare(w, dtype=...)")
+    before = given_b.before(a, scale_a) if isinstance(given_b, OwnWeight) else None
     expected = None if groups is None else of_groups.settled(groups.expected)
-    if scale_a is None and scale_b is None:
-        return op_for(epilogue, form, None, expected, name), False, None
+    if before is not None or (scale_a is None and scale_b is None):
+        return op_for(epilogue, form, before, expected, name), False, None
     from cutlass_ops.run import scaled  # late: its epilogues take tracing
 
     scaled.require_both(scale_a, scale_b, a, b)
@@ -141,7 +140,7 @@ def _form(groups: Any, b: Any) -> str:
 def op_for(
     epilogue: Given = None,
     form: str = "dense",
-    scales: tuple[bool, bool, bool] | None = None,
+    scales: tuple[bool, bool, bool] | Epilogue | None = None,
     expected: int | None = None,
     name: str = "",
 ) -> Op:
@@ -149,8 +148,8 @@ def op_for(
 
     `form` is that of the call: groups of the form ``"grouped"`` and ``"ragged_k"`` have offsets, those of ``"masked"``
     counts, for `expected` rows. `scales` says whether each row of A, and each column of B, has a scale, or whether
-    blocks have scales instead; None if there are none. Raises TypeError or ValueError if `epilogue` is not an epilogue,
-    or does not go with the rest.
+    blocks have scales instead; or it is the epilogue that applies what operands have; None if there is nothing. Raises
+    TypeError or ValueError if `epilogue` is not an epilogue, or does not go with the rest.
     """
     op = op_of(epilogue)
     found = op.epilogue
@@ -175,8 +174,8 @@ def _of_groups(epilogue: Epilogue, form: str, expected: int) -> GroupsOp:
 
 @overload
 def gemm(
-    a: Tensor | Scaled,
-    b: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b: OperandB,
     *,
     epilogue: None = None,
     groups: Groups | None = None,
@@ -188,8 +187,8 @@ def gemm(
 
 @overload
 def gemm(
-    a: Tensor | Scaled,
-    b: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b: OperandB,
     *,
     epilogue: Epilogue,
     groups: Groups | None = None,
@@ -202,8 +201,8 @@ def gemm(
 
 @overload
 def gemm(
-    a: Tensor | Scaled,
-    b: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b: OperandB,
     *,
     epilogue: Callable[[Value], Value],
     groups: Groups | None = None,
@@ -214,8 +213,8 @@ def gemm(
 
 
 def gemm(
-    a: Tensor | Scaled,
-    b: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b: OperandB,
     *,
     epilogue: Epilogue | Callable[[Value], Any] | None = None,
     groups: Groups | None = None,

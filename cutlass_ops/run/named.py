@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cutlass_ops.base.mma import Math
-    from cutlass_ops.run.values import Groups, PreparedWeight, Scaled
+    from cutlass_ops.run.values import Groups, OperandA, OperandB
 
 
 class Named(Op):
@@ -25,8 +25,8 @@ class Named(Op):
 
         def __call__(  # noqa: D102
             self,
-            a: Tensor | Scaled,
-            b: Tensor | Scaled | PreparedWeight,
+            a: OperandA,
+            b: OperandB,
             *inputs: Tensor,
             groups: Groups | None = None,
             out: Any = None,

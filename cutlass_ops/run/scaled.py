@@ -15,7 +15,7 @@ from cutlass_ops.operand import sizes
 from cutlass_ops.operand.tensors import refuse_shapeless
 from cutlass_ops.run import fp8
 from cutlass_ops.run.ops import PLAIN
-from cutlass_ops.run.values import PreparedWeight, Scaled
+from cutlass_ops.run.values import OwnWeight, Scaled
 
 # Names of scales: no input of an epilogue that follows them may have these.
 _OWN = frozenset(("scale_a", "scale_b"))
@@ -27,14 +27,14 @@ def require_both(scale_a: Any, scale_b: Any, a: Any, b: Any) -> None:
     """Raise TypeError if only one of a call's operands has a scale, or if what has one is no tensor."""
     for name, matrix, scale in (("a", a, scale_a), ("b", b, scale_b)):
         kind = type(matrix).__name__
-        if isinstance(matrix, (Scaled, PreparedWeight)) and scale is not None:
+        if isinstance(matrix, (Scaled, OwnWeight)) and scale is not None:
             raise TypeError(f"the values of {name} are a {kind}, which has scales of its own: pass it as {name} itself")
         if scale is not None and isinstance(scale, torch.fx.Proxy):
             raise TypeError(
                 f"{name}'s scale is a value of torch.fx.symbolic_trace, which knows no shapes, and the shape says what "
                 "it applies to: use torch.export or make_fx, or pass a number or tensor that is known"
             )
-        if isinstance(matrix, (tuple, PreparedWeight)):
+        if isinstance(matrix, (tuple, OwnWeight)):
             raise TypeError(f"{name} must be a tensor or a cutlass_ops.Scaled, not {kind}")
     if (scale_a is None) != (scale_b is None):
         scaled, other = ("b", "a") if scale_a is None else ("a", "b")
@@ -199,14 +199,16 @@ def has_blocks(a: Any, scale: Any) -> bool:
     return isinstance(a, Tensor) and a.ndim > 1 and _fits_blocks(a, scale) and scale.shape[-1] != 1
 
 
-def scaling(scales: Scales) -> Epilogue:
+def scaling(scales: Scales | Epilogue) -> Epilogue:
     """Return the epilogue of two scales, which come in this order."""
+    if isinstance(scales, Epilogue):
+        return scales
     rows, columns, blocks = scales
     return composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
 
 
 @functools.lru_cache(maxsize=1024)
-def followed(scales: Scales, epilogue: Epilogue) -> Epilogue:
+def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     """Return the epilogue of scales, with another one after it. Raises ValueError if that cannot follow."""
     scaled, name, graph = scaling(scales), epilogue.name, epilogue.graph
     if epilogue == PLAIN.epilogue:

@@ -6,13 +6,16 @@ PyTorch's tracers must know these classes before they meet one, so the library i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from cutlass_ops.base.mma import BLOCK_K
+
+if TYPE_CHECKING:
+    from cutlass_ops.epilogue import Epilogue
 
 
 class Scaled(NamedTuple):
@@ -171,8 +174,24 @@ class Groups:
     expected: int | None = None
 
 
+class OwnWeight:
+    """A weight in a form of its own: a matrix, and perhaps a further tensor."""
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return what is multiplied, and the tensor that the call's epilogue takes for it, if any."""
+        raise NotImplementedError
+
+    def before(self, a: Any, scale_a: Any) -> Epilogue | None:
+        """Return the epilogue that takes its further tensor, before the call's own; None for that of two scales.
+
+        Raises TypeError or ValueError if A, or A's scale, does not fit.
+        """
+        return None
+
+
 @dataclass(frozen=True, eq=False)
-class PreparedWeight:
+class PreparedWeight(OwnWeight):
     """A weight in the form that kernels read, made by :func:`cutlass_ops.prepare`.
 
     It is neither a tensor nor a module: as an attribute of a module, it is not moved or saved with the module. Prepare
@@ -208,9 +227,20 @@ class PreparedWeight:
     column_sum: Tensor | None = None
     shift: Tensor | None = None
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        return self.matrix, self.scale
+
+    def before(self, a: Any, scale_a: Any) -> Epilogue | None:  # noqa: D102
+        if self.column_sum is not None:
+            raise TypeError("b is prepared for a LayerNorm: call layernorm_gemm, or pass prepare(w, dtype=...)")
+        return None
+
 
 # What calls take for A and B that is no tensor.
-VALUES = (Scaled, PreparedWeight)
+VALUES = (Scaled, OwnWeight)
+OperandA: TypeAlias = Tensor | Scaled
+OperandB: TypeAlias = Tensor | Scaled | OwnWeight
 
 
 def parts(a: Any) -> tuple[Any, Any]:

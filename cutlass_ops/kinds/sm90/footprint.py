@@ -145,8 +145,7 @@ def pipeline_stages(spec: KernelSpec) -> int:
     if config.stages is not None:
         return config.stages
     limit = block_memory(spec)
-    stage = spec.a.dtype.bytes_of((config.threadblock.m + config.threadblock.n) * config.threadblock.k)
-    most = min(MAX_STAGES, limit // stage)
+    most = min(MAX_STAGES, limit // sum(_operands(spec, config)))
     means, epilogue = means_smem(spec), _epilogue(spec)
     sizes = ((s, means + _shared_storage(spec, config, s, epilogue)) for s in range(most, 0, -1))
     return next((s for s, size in sizes if size <= limit), 0)
@@ -225,11 +224,17 @@ def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int, epilogue:
     return struct(struct(*barriers, alignment=16), Block(1), tensors).size
 
 
-def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
+def _operands(spec: KernelSpec, config: Sm90Config) -> tuple[int, int]:
+    """Return the bytes of the operands' tiles in a stage, along the kernel's M and along its N."""
     tile = config.threadblock
-    row_bytes = spec.a.dtype.bytes_of(tile.k * stages)
+    first, second = (spec.b, spec.a) if swapped(spec) else (spec.a, spec.b)
+    return first.dtype.bytes_of(tile.m * tile.k), second.dtype.bytes_of(tile.n * tile.k)
+
+
+def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
+    tiles = [Block(stages * each) for each in _operands(spec, config)]
     scales = [Block(stages * each, 16)] if (each := _stage_scales(spec, config)) else []
-    return struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes), *scales, alignment=128)
+    return struct(*tiles, *scales, alignment=128)
 
 
 def _epilogue(spec: KernelSpec) -> Block:

@@ -8,18 +8,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from cutlass_ops.base.arch import WGMMA
 from cutlass_ops.base.dtypes import i32, tf32
-from cutlass_ops.base.mma import BLOCK_K, mma_of, sums_of, unit_of
+from cutlass_ops.base.mma import BLOCK_K, sums_of
 from cutlass_ops.declare.config import MEANS
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import swapped
-from cutlass_ops.declare.spec import KernelSpec, Operand, copied, loaded
+from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind
 from cutlass_ops.kinds import serving
-from cutlass_ops.kinds.lower import READERS, fields, flag, layout_of, lower, types
+from cutlass_ops.kinds.lower import READERS, fields, flag, lower, types
 from cutlass_ops.kinds.sm90 import footprint
-from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.kinds.sm90.loop import WRAPPED, Aliases, config_of, loads_along_k, loop_of, means_taken
 from cutlass_ops.kinds.sm90.visitors import layout_in_kernel, part_shape, parts_of, visitors
 
 # The ends of CUTLASS's names of schedules. A pingpong kernel's epilogue is that of one warpgroup.
@@ -34,8 +33,6 @@ _OF_EACH = {
 }
 # What reads the operands of each form.
 _OPERANDS = {BATCHED: "BatchedOperands", GROUPED: "GroupedOperands", RAGGED_K: "RaggedKOperands"}
-# The class around the main loop of a form, and the name of what it is around.
-_WRAPPED = {GROUPED: ("MainloopOfRows", "GroupedMainloop"), RAGGED_K: ("MainloopOfK", "RaggedKMainloop")}
 _OVERLAPS = {
     "how": "The kernel may start while the one before it ends: programmatic dependent launch.",
     "macro": "CUTLASS_ENABLE_GDC_FOR_SM90",
@@ -59,28 +56,27 @@ _ALONG_K = {
     "reader": "wgmma",
 }
 
-Aliases = list[dict[str, str]]
-
 
 def context(spec: KernelSpec) -> dict[str, Any]:
     """Return the template's variables for a legal Sm90 spec."""
-    config, lowered = _config(spec), lower(spec.epilogue)
+    config, lowered = config_of(spec), lower(spec.epilogue)
     plain, source, tile = serving.plain_epilogue(spec), serving.source(spec), config.threadblock
     nodes, is_tree = visitors(spec, lowered)
     reductions, copies = _reductions(spec) if plain else [], _copies(spec)
-    copier, taken = _ALONG_K if _loads_along_k(spec) else _REALIGNED, _means_taken(spec)
+    copier, taken = _ALONG_K if loads_along_k(spec) else _REALIGNED, means_taken(spec)
     values = types(spec, lowered, "cutlass_ops/sm90_places.h")
     # An epilogue that only moves sums takes them as FP32.
     is_sums, integers = spec.d.dtype is i32, sums_of(spec.a.dtype, spec.b.dtype) is i32
     d = values["d"] | {"is_sums": is_sums, "stored": values["d"]["element"] if is_sums else "ElementD"}
-    given = fields(spec, _in_whole_accesses)
+    loop = loop_of(spec)
+    given = loop.fields(spec, fields(spec, _in_whole_accesses))
     overlaps = config.scheduler != "stream_k"
     c_name, c_type = (source[0].name, source[1]) if source else (None, spec.d)
     return values | {
         "starts": (_WAITS_LATE if taken == "ahead" and plain else _OVERLAPS) if overlaps else None,
         "overlaps": flag(overlaps),
         "library": _library(spec, plain, reductions, copier["header"] if copies else "", taken),
-        "wgmma": _wgmma(spec, integers),
+        "instruction": loop.instruction(spec),
         "of_each": _OF_EACH[spec.form],
         "d": d | {"element": "float"} if is_sums else d,
         "accumulator": "int32_t" if integers and not is_sums else "float",
@@ -113,7 +109,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "is_tree": is_tree,
         "callbacks": _callbacks(spec, plain, integers),
         "epilogue": _plain_collective(spec, c_name) if plain else _cutlass_collective(spec),
-        "mainloop": _mainloop(spec),
+        "mainloop": loop.types(spec),
         "kernel": _kernel(spec),
         "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
         "kernels_before": _kernels_before(copier["kernel"] if copies else "", taken),
@@ -122,7 +118,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "reader": _reader(spec, given),
         "arguments": {
             "problem": _problem(spec),
-            "mainloop": _mainloop_arguments(spec),
+            "mainloop": loop.arguments(spec),
             "epilogue": _epilogue_arguments(spec, c_name),
         },
         "reductions": reductions,
@@ -130,11 +126,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "copier": copier,
         "prepares": _prepares(spec, reductions, copies, taken),
     }
-
-
-def _config(spec: KernelSpec) -> Sm90Config:
-    assert isinstance(spec.config, Sm90Config)
-    return spec.config
 
 
 def _swapped(spec: KernelSpec) -> str:
@@ -154,7 +145,7 @@ def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, ta
     form, kinds = spec.form, {i.kind for i in spec.epilogue.inputs}
     headers = {
         "sm90_gemm": True,
-        "split_k": _config(spec).split_k > 1,
+        "split_k": config_of(spec).split_k > 1,
         "tf32": spec.a.dtype is tf32,
         "int8": sums_of(spec.a.dtype, spec.b.dtype) is i32,
         "means_beside": taken == "beside",
@@ -173,23 +164,8 @@ def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, ta
         "sm90_pairs": spec.epilogue.swaps_pairs,
         "scalar_input": Kind.SCALAR in kinds,
     }
-    return [name if "/" in name else f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]
-
-
-def _wgmma(spec: KernelSpec, integers: bool) -> dict[str, str]:
-    """Spell the types that the kernel's instruction multiplies, in the kernel's orientation."""
-    a, b = (spec.b.dtype, spec.a.dtype) if swapped(spec) else (spec.a.dtype, spec.b.dtype)
-    mma = mma_of(a, b)
-    assert mma is not None
-    macro = "CUTLASS_OPS_INTEGER_WGMMA" if integers else "CUTLASS_OPS_WGMMA"
-    any_major = flag(not _loads_along_k(spec))
-    return {"macro": macro, "a": a.cpp, "b": b.cpp, "types": mma.wgmma_types, "any_major": any_major}
-
-
-def _loads_along_k(spec: KernelSpec) -> bool:
-    """Whether wgmma reads the operands' types along K only."""
-    unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
-    return unit is not None and unit.k_major_only
+    names = (*(name for name, wanted in headers.items() if wanted), *loop_of(spec).headers)
+    return [name if "/" in name else f"cutlass_ops/{name}.h" for name in names]
 
 
 # ---- Work before the GEMM --------------------------------------------------------------------------------------------
@@ -206,11 +182,11 @@ def _reductions(spec: KernelSpec) -> Aliases:
 
 def _copies(spec: KernelSpec) -> Aliases:
     """List the operands that are copied ahead of the GEMM, with the bytes each copy takes."""
-    if not _config(spec).realign:
+    if not config_of(spec).realign:
         return []
     of_a, of_b = copied(spec.a, spec.b)
     operands = ["a"] * of_a + ["b", *spec.epilogue.products] * of_b
-    return [{"operand": name} | _copy(name, along_k=_loads_along_k(spec)) for name in operands]
+    return [{"operand": name} | _copy(name, along_k=loads_along_k(spec)) for name in operands]
 
 
 def _copy(name: str, *, along_k: bool) -> dict[str, str]:
@@ -227,15 +203,9 @@ def _copy(name: str, *, along_k: bool) -> dict[str, str]:
     }
 
 
-def _means_taken(spec: KernelSpec) -> str | None:
-    """Return where means of A's rows are taken, if not by the main loop from its own tiles."""
-    means = _config(spec).means
-    return means if spec.epilogue.gathered and means != "gathered" else None
-
-
 def _means(spec: KernelSpec) -> dict[str, str] | None:
     """Say what the epilogue takes of A's rows, and name the type that has it."""
-    gathered, config = spec.epilogue.gathered, _config(spec)
+    gathered, config = spec.epilogue.gathered, config_of(spec)
     if not gathered:
         return None
     alignment = str(spec.a.dtype.tma_alignment) if config.realign else "AlignmentA"
@@ -295,7 +265,7 @@ def _prepares(spec: KernelSpec, reductions: Aliases, copies: Aliases, taken: str
 
 
 def _scheduler(spec: KernelSpec) -> str:
-    config = _config(spec)
+    config = config_of(spec)
     if config.scheduler == "stream_k":
         return "cutlass::gemm::StreamKScheduler"
     # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
@@ -364,50 +334,8 @@ def _quantized(spec: KernelSpec) -> str:
     return f"QuantizedByWarps<{BLOCK_K}>" if footprint.quantized_by_warps(spec) else "Quantized"
 
 
-def _mainloop(spec: KernelSpec) -> Aliases:
-    """Spell the main loop, of the operands in the kernel's orientation, and what a form needs around it."""
-    now = loaded(spec.a, spec.b) if _config(spec).realign else (spec.a, spec.b)
-    operands = []
-    for name, before, after in (("A", spec.a, now[0]), ("B", spec.b, now[1])):
-        layout = f"Layout{name}" if after.major == before.major else f"cutlass::layout::{layout_of(after)}"
-        operands.append(
-            (name, f"typename cutlass::layout::LayoutTranspose<{layout}>::type" if swapped(spec) else layout)
-        )
-    ordered = operands[::-1] if swapped(spec) else operands
-    spelled = [
-        f"Element{name}, " + (layout if spec.form == DENSE else f"cutlass_ops::Batched{side}<{layout}>")
-        for side, (name, layout) in zip("AB", ordered, strict=True)
-    ]
-    lines = spelled if swapped(spec) else [", ".join(spelled)]
-    rest = f"ThreadblockShape, ClusterShape, Stages, MainloopSchedule{_mainloop_options(spec)}>"
-    if swapped(spec) or spec.form != DENSE:
-        lines.append(rest)
-    else:
-        lines = [f"{lines[0]}, {rest}"]
-    name, wrapper = _WRAPPED.get(spec.form, ("CollectiveMainloop", ""))
-    found = [{"name": name, "type": "cutlass_ops::Mainloop<\n    " + ",\n    ".join(lines)}]
-    if wrapper:
-        options = f"{name}, {_swapped(spec)}" if spec.form == GROUPED else name
-        found.append({"name": "CollectiveMainloop", "type": f"cutlass_ops::{wrapper}<{options}>"})
-    return found
-
-
-def _mainloop_options(spec: KernelSpec) -> str:
-    """Spell the main loop's further template arguments, none for the usual one."""
-    means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if _means_taken(spec) == "beside" else []
-    if _config(spec).accumulation == "promoted":
-        means = ["void", "cutlass_ops::NoRows", "true"]
-    if spec.epilogue.block_scales:
-        blocks = [*map(str, footprint.scaled_rows(spec)), *(["cutlass_ops::GroupedScales"] * (spec.form == GROUPED))]
-        means.append(f"cutlass_ops::BlockScales<{', '.join(blocks)}>")
-    if not means and not spec.epilogue.products:
-        return ""
-    options = [_swapped(spec), str(1 + len(spec.epilogue.products)), *means]
-    return "".join(f", {option}" for option in options)
-
-
 def _kernel(spec: KernelSpec) -> str:
-    config = _config(spec)
+    config = config_of(spec)
     if config.split_k > 1:
         warpgroups = 2 if config.schedule == "cooperative" else 1
         return f"cutlass_ops::SplitKernel<\n    CollectiveMainloop, CollectiveEpilogue, {warpgroups}, SplitK>"
@@ -427,17 +355,17 @@ def _members(spec: KernelSpec, given: Aliases, reductions: Aliases, taken: str |
     members += [{"type": "cutlass_ops::Parts", "name": r["parts"]} for r in reductions]
     if taken:
         members.append({"type": "Rows::Params", "name": "rows"})
-    if spec.form in _WRAPPED:
+    if spec.form in WRAPPED:
         members.append({"type": "cutlass_ops::RowGroups", "name": "groups"})
     return members
 
 
 def _reader(spec: KernelSpec, given: Aliases) -> dict[str, Any]:
     """Say how a call's arguments are read."""
-    cls, name = _OPERANDS.get(spec.form), READERS[spec.form]
+    cls, name = loop_of(spec).reader or (_OPERANDS.get(spec.form), READERS[spec.form])
     a, b = ("rows", "weights") if spec.form == GROUPED else ("input", "input")
     after = [f"o.{field['name']} = {field['read']};" for field in given]
-    if spec.form in _WRAPPED:
+    if spec.form in WRAPPED:
         after.insert(0, f"o.groups = {name}.groups(o.problem);")
     if cls:
         after.append(f"{name}.check();")
@@ -456,28 +384,6 @@ def _problem(spec: KernelSpec) -> str:
     first, second = (columns, "o.problem.m") if swapped(spec) else ("o.problem.m", columns)
     batch = "1" if spec.form == DENSE else "cutlass_ops::batch_shape(o.problem)"
     return f"{{{first}, {second}, o.problem.k, {batch}}}"
-
-
-def _mainloop_arguments(spec: KernelSpec) -> str:
-    """Spell the main loop's arguments: A and B, a second weight, and what is taken beside them."""
-    order = ("b", "a") if swapped(spec) else ("a", "b")
-    spelled = [
-        f"o.{name}.ptr<Element{name.upper()}>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
-        for side, name in zip("AB", order, strict=True)
-    ]
-    side = "A" if swapped(spec) else "B"
-    products = [
-        f"o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
-        for name in spec.epilogue.products
-    ]
-    spelled += products
-    if _means_taken(spec) == "beside":
-        spelled.append("o.rows" if products else "nullptr, {}, o.rows")
-    if spec.epilogue.block_scales:
-        rows, columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
-        spelled.append(f"nullptr, {{}}, {{}}, {{o.{rows}, o.{columns}}}")
-    found = "{" + ",\n         ".join(spelled) + "}"
-    return f"{{{found}, o.groups}}" if spec.form in _WRAPPED else found
 
 
 def _epilogue_arguments(spec: KernelSpec, c_name: str | None) -> str:

@@ -286,16 +286,18 @@ def times(
     widths: tuple[float, float] = _16_BITS,
     lines: tuple[Extent, Extent] = ("k", "k"),
     cover: Grid | None = None,
+    narrow: float = 1.0,
 ) -> Floats:
     """Return kernels' times in microseconds: FP64, with shape (problems, configurations).
 
-    Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A and B, and of D.
-    `lines` are the extents that are contiguous in A and in B: K, unless A is column-major or B row-major. `cover` is
-    the result of :func:`grid`, if it is known.
+    Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A, and of D; one of
+    B has `narrow` times those of A. `lines` are the extents that are contiguous in A and in B: K, unless A is
+    column-major or B row-major. `cover` is the result of :func:`grid`, if it is known.
     """
     m, n, k, gemms = Extents.of(problems)
     cover = cover or grid(batch, problems, chip)
     element_bytes, d_bytes = widths
+    of_both = element_bytes, element_bytes * narrow
 
     # One K step of one tile, in microseconds.
     instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / WGMMA.k_bytes
@@ -304,15 +306,15 @@ def times(
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
-    rows_b = batch.tile_n * _rows(batch.tile_n, lines[1], element_bytes)
+    rows_b = batch.tile_n * narrow * _rows(batch.tile_n, lines[1], of_both[1])
     fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
     # A tile of A is multicast to the blocks of a cluster along N, a tile of B to those along M. Without multicast, a
     # GPC that takes a run of tiles shares reads among several of them.
     merge = np.where(batch.by_gpc, chip.merge, 1.0)
     reads_a = batch.tile_m / np.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
-    reads_b = batch.tile_n / np.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
+    reads_b = batch.tile_n * narrow / np.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
     extents = {"m": m, "n": n, "k": k}
-    odd_a, odd_b = (odd(extents[line], element_bytes) for line in lines)
+    odd_a, odd_b = (odd(extents[line], each) for line, each in zip(lines, of_both, strict=True))
     reads_a = reads_a * np.where(odd_a, chip.straddle, 1.0)
     reads_b = reads_b * np.where(odd_b, chip.straddle, 1.0)
     # Of the L2 cache, for each block that works.
@@ -332,7 +334,8 @@ def times(
     cool = np.exp2(busy * (-1 / (chip.throttle_after * math.log(2))))
     busy = busy * ((1 + chip.throttle) - chip.throttle * cool)
 
-    once, again = element_bytes * (m * k + k * n) + d_bytes * m * n, element_bytes * k * n * chip.reread
+    of_b = k * n * narrow
+    once, again = element_bytes * (m * k + of_b) + d_bytes * m * n, element_bytes * of_b * chip.reread
     bandwidth = chip.dram * 1e3
     memory = gemms * once / bandwidth + gemms * again / bandwidth * cover.rereads
     # Of several memory-bound kernels, prefer the one with the least padding.

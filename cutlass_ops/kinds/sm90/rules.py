@@ -116,7 +116,7 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
     operand, half = sides(spec)[1], config.threadblock.n // 2
     # An N-major tile is stored in column blocks as wide as the widest swizzle that divides it. Half of the tile must be
     # whole blocks or part of a single one.
-    width = gcd(config.threadblock.n, spec.a.dtype.count_in(arch.SWIZZLE_BYTES[0]))
+    width = gcd(config.threadblock.n, operand.dtype.count_in(arch.SWIZZLE_BYTES[0]))
     if not operand.k_major and half % width and width % half:
         yield (
             f"{where}, and half of {config.threadblock.n} columns ends inside one of the blocks of {width} columns in "
@@ -233,7 +233,7 @@ def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         return
     what, fast = f"accumulation is {config.accumulation!r}", ({"accumulation": "fast"},)
     unit = unit_of(spec.a.dtype, spec.b.dtype, WGMMA)
-    if unit is None or not unit.scalings:
+    if unit is None or not unit.promotes:
         kept = "exactly" if _sums_are_whole(spec) else "in FP32"
         yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up {kept}", fast)
     if config.threadblock.k != BLOCK_K:
@@ -422,7 +422,7 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     for operand in sides(spec):
         sharing = peers[operand.side]
         matrices = 1 + len(spec.epilogue.products) if operand.name == "b" else 1
-        tile_bytes = spec.a.dtype.bytes_of(operand.extent // matrices * config.threadblock.k)
+        tile_bytes = operand.dtype.bytes_of(operand.extent // matrices * config.threadblock.k)
         if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
             yield (
                 f"cluster is {config.cluster}: {sharing} thread blocks share {operand.name}'s tile of {tile_bytes} "

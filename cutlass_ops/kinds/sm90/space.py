@@ -139,8 +139,8 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
 def usual(signature: OpSignature) -> Iterator[Sm90Config]:
     """Yield configurations of which one is legal if any is: the wider tile is for whole scales of two weights."""
     k = signature.a.dtype.count_in(_USUAL_K_BYTES)
-    for n in (128, 256):
-        yield from variants(signature, Sm90Config(ThreadblockShape(128, n, k), schedule="cooperative"))
+    for swap, n in product((False, True), (128, 256)):
+        yield from variants(signature, Sm90Config(ThreadblockShape(128, n, k), schedule="cooperative", swap_ab=swap))
 
 
 def is_usual(config: Sm90Config, dtype: DType) -> bool:

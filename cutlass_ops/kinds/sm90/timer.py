@@ -93,7 +93,7 @@ class Sm90Timer:
         widths = self.traits.element_bytes, self.traits.d_bytes
         worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
         batch = replace(self.batch, by_gpc=_EITHER_ORDER) if worth.any() else self.batch
-        times = model.times(batch, extents, chip, widths, lines, cover=cover)
+        times = model.times(batch, extents, chip, widths, lines, cover=cover, narrow=self.traits.narrow)
         usual, *others = times if times.ndim > worth.ndim else (times,)
         if max(cover.rows.max(), cover.columns.max(), extents.gemms.max()) > arch.MAX_GRID_Y:
             usual = np.where(self._launchable(cover, extents), usual, np.inf)
@@ -105,11 +105,12 @@ class Sm90Timer:
 
     def _times_of_groups(self, extents: Extents, device: Device) -> Floats:
         """Return the geometric mean over the spreads that are assumed."""
-        chip, widths = model.costs_of(device), (self.traits.element_bytes, self.traits.d_bytes)
+        chip, traits = model.costs_of(device), self.traits
+        widths = traits.element_bytes, traits.d_bytes
         found: Floats = np.zeros((1, 1))
         for spread in ASSUMED:
             means, cover = model.of_groups(self.batch, extents, spread.of(extents), chip)
-            times = model.times(self.batch, means, chip, widths, self.traits.lines, cover=cover)
+            times = model.times(self.batch, means, chip, widths, traits.lines, cover=cover, narrow=traits.narrow)
             found = found + spread.weight * np.log(times)
         return np.exp(found)
 
