@@ -249,6 +249,7 @@ def test_views_are_as_aligned_as_they_say(dtype, aligned, major):
 
 
 def test_the_bound():
+    torch.manual_seed(0)
     exact = torch.randn(40, 50, dtype=torch.float64)
     assert oracle.why_not(exact.bfloat16(), exact) is None
     assert oracle.why_not(exact.float(), exact) is None

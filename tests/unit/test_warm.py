@@ -176,6 +176,16 @@ def test_scales_of_two_dimensions_are_served_warm(device):
     assert len(device.launches) == 2
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_scales_of_one_element_or_of_one_block_are_served_warm(device, shape):
+    a, b = (matrix(64, 128).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.rand(64, 1) if len(shape) == 2 else torch.tensor(0.5), torch.full(shape, 2.0)
+    call = lambda: co.gemm(co.Scaled(a, scales[0]), co.Scaled(b.t(), scales[1]))  # noqa: E731
+    exact = scales[0].double() * (a.double() @ b.double().t()) * 2
+    for _ in range(2):
+        assert (call().double() - exact).norm() <= 0.01 * exact.norm()
+
+
 def test_a_column_of_another_shape_is_refused_warm_as_before(device, monkeypatch):
     op, batches = ops.Op("weighted", weighted), torch.stack([A, A])
     flat, weights = torch.ones(M), torch.ones(2, M)
