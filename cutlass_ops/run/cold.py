@@ -25,6 +25,7 @@ from cutlass_ops.operand.call import Call, device_of, signature_of, without_mode
 from cutlass_ops.operand.operands import shape_of
 from cutlass_ops.operand.results import new_strides
 from cutlass_ops.run import supply
+from cutlass_ops.run.gathering import is_gathering
 from cutlass_ops.run.plan import Plan, make_plan, plan_of
 from cutlass_ops.run.registry import OpSignature, Registry
 
@@ -134,7 +135,7 @@ def plan(name: str, call: Call) -> Served:
 
 def _may_be_decided_later(signature: OpSignature, device: Device, call: Call) -> bool:
     """Whether PyTorch may serve while another thread decides: the weight is undecided, and nobody must wait."""
-    if not supply.may_stand_in() or supply.is_gathering() or supply.is_captured():
+    if not supply.may_stand_in() or is_gathering() or supply.is_captured():
         return False
     if dispatch.is_decided(signature, device, call.chosen_for):
         return False

@@ -15,6 +15,7 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import watching
 from cutlass_ops.run import traced
+from cutlass_ops.run.gathering import is_gathering
 from cutlass_ops.run.portable import Portable
 
 # Multiplications of a GEMM up to which PyTorch's own step is quicker.
@@ -31,7 +32,8 @@ def on_gpu(x: Tensor) -> bool:
 def records_little(x: Tensor, *weights: Tensor) -> bool:
     """Whether autograd records products of x (..., K) and matrices whose steps take the host longer than the GPU.
 
-    A graph has no host, and a compiled program little of it. Only a kernel adds to ``main_grad``.
+    A graph has no host, and a compiled program little of it. Only a kernel adds to ``main_grad``. A region that is
+    warmed up may be captured later.
     """
     if not on_gpu(x) or not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
@@ -41,7 +43,7 @@ def records_little(x: Tensor, *weights: Tensor) -> bool:
         if rows * w.numel() > LITTLE or getattr(w if base is None else base, "main_grad", None) is not None:
             return False
         differentiated = differentiated or w.requires_grad
-    if not differentiated or watching.is_watched() or traced.is_recomputing():
+    if not differentiated or watching.is_watched() or traced.is_recomputing() or is_gathering():
         return False
     return not torch.cuda.is_current_stream_capturing()
 

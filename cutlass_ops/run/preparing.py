@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cutlass_ops.operand import watching
-from cutlass_ops.run import launch, supply
+from cutlass_ops.run import launch
+from cutlass_ops.run.gathering import gathering
 from cutlass_ops.run.kernels import Kernel
 from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.ops import Op
@@ -65,7 +66,7 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
         from cutlass_ops.run import recorded  # late, as for gradients
 
         # The first of these calls are the forward's, which may store more than a call without gradients.
-        with supply.gathering():
+        with gathering():
             calls = recorded.calls_of_a_step(request.op, request.arguments, request.named)
         for each in calls:
             if isinstance(each.called, Op):
@@ -75,7 +76,7 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
 
 def _warm_up_region(run: Callable[[], object]) -> int:
     """Run a function while PyTorch serves its calls, and wait for all kernels that these need."""
-    with supply.gathering() as needed:
+    with gathering() as needed:
         run()
     kernels = dict.fromkeys(needed)
     for each in kernels:

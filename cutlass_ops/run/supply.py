@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as Late
 from typing import Any
@@ -24,6 +23,7 @@ from cutlass_ops.base.session import warn_once
 from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.compilation.background import Background, Wanted
 from cutlass_ops.declare.quantizing import Declaration
+from cutlass_ops.run.gathering import REGIONS, is_gathering
 from cutlass_ops.run.registry import Registry
 
 _log = logging.getLogger("cutlass_ops")
@@ -32,29 +32,6 @@ _log = logging.getLogger("cutlass_ops")
 _A_LOAD = 0.002
 # Seconds after which a captured call gives up, and between two lines of its log.
 _LONGEST, _A_LINE = 300.0, 10.0
-
-
-# What each running region needs. Lists hold for all threads, since autograd's run the region's backward.
-_regions: list[list[Wanted]] = []
-
-
-@contextlib.contextmanager
-def gathering() -> Iterator[list[Wanted]]:
-    """Context in which no call waits for a compiler, so that all kernels of a region are compiled together.
-
-    Its value is a list of the kernels that calls need meanwhile, if they are not loaded.
-    """
-    found: list[Wanted] = []
-    _regions.append(found)
-    try:
-        yield found
-    finally:
-        _regions[:] = [each for each in _regions if each is not found]
-
-
-def is_gathering() -> bool:
-    """Whether a region runs only to find which kernels it needs."""
-    return bool(_regions)
 
 
 def may_stand_in() -> bool:
@@ -133,7 +110,7 @@ def need(spec: Declaration, device: torch.device) -> Wanted:
     wanted = background.needed(spec)
     if wanted is None:
         wanted = background.need(spec, functools.partial(Registry.current().take, spec, device=device))
-    for found in _regions:
+    for found in REGIONS:
         found.append(wanted)
     return wanted
 

@@ -79,7 +79,17 @@ def several(acc, bias: co.Row):
     return {"d": co.e.relu(acc + bias), "pre": acc + bias}
 
 
-WHYS = ["large", "no gradients", "recomputed", "main_grad", "main_grad of a view", "captured", "traced", "several"]
+WHYS = [
+    "warmed up",
+    "large",
+    "no gradients",
+    "recomputed",
+    "main_grad",
+    "main_grad of a view",
+    "captured",
+    "traced",
+    "several",
+]
 
 
 @pytest.mark.parametrize("why", WHYS)
@@ -101,6 +111,11 @@ def test_kernels_serve_all_other_calls(monkeypatch, why):
     if why == "recomputed":
         with co.recompute():
             assert is_ours(layer(x))
+        return
+    if why == "warmed up":  # it may be captured later
+        served = []
+        co.warm_up(lambda: served.append(layer(x)))
+        assert is_ours(served[0])
         return
     calls = [lambda: layer(x), lambda: co.gemm_bias_gelu(x, layer.weight.t(), layer.bias)]
     if why == "main_grad of a view":

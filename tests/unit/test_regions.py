@@ -10,7 +10,7 @@ import cutlass_ops as co
 from cutlass_ops.base.errors import CompileError, ToolchainError
 from cutlass_ops.choose import policies
 from cutlass_ops.compilation.background import Wanted
-from cutlass_ops.run import supply
+from cutlass_ops.run.gathering import is_gathering
 
 BF16 = torch.bfloat16
 M, N, K = 32, 64, 48
@@ -73,7 +73,7 @@ def test_where_calls_wait_a_region_s_do_not_wait_one_by_one(device, waits, monke
     monkeypatch.setattr(device, "closed", True)
     region(X)  # all are there: else the device would have to compile one
     assert len(device.launches) == 3
-    assert not supply.is_gathering()
+    assert not is_gathering()
 
 
 def test_a_step_of_training_has_its_backward_s_kernels_too(device, waits):
@@ -116,7 +116,7 @@ def test_what_cannot_be_had_is_an_error_each_time(device, waits):
         co.warm_up(region, X)
     with pytest.raises(ToolchainError, match="no nvcc"):
         co.warm_up(region, X)
-    assert not supply.is_gathering()
+    assert not is_gathering()
 
 
 def test_the_error_of_another_kernel_is_not_the_region_s(device, waits):
@@ -131,7 +131,7 @@ def test_a_region_s_own_errors_are_raised_and_leave_nothing_behind(device, waits
         co.warm_up(region, X, W.t())
     with pytest.raises(ZeroDivisionError):
         co.warm_up(lambda: 1 / 0)
-    assert not supply.is_gathering()
+    assert not is_gathering()
     assert waits == []
 
 
