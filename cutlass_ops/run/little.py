@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import env
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import watching
@@ -44,6 +45,8 @@ def records_little(x: Tensor, *weights: Tensor) -> bool:
             return False
         differentiated = differentiated or w.requires_grad
     if not differentiated or watching.is_watched() or traced.is_recomputing() or is_gathering():
+        return False
+    if torch.are_deterministic_algorithms_enabled() or not env.stand_in():
         return False
     return not torch.cuda.is_current_stream_capturing()
 

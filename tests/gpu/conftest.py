@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cutlass_ops.base import env
-from cutlass_ops.run import little
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,27 +23,8 @@ def _nothing_in_the_background(request, monkeypatch):
         from cutlass_ops.compilation.background import Background
 
         monkeypatch.setattr(Background, "guess", lambda *_: None)
-        # So that a test's calls are served by their best kernels, whatever a store holds.
+        # So that a test's calls are served by their best kernels, whatever a store holds, and small gradients too.
         monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_record_small_layers(request, monkeypatch):
-    """Tests' layers are small, and PyTorch would serve their training."""
-    if "served_plainly" not in request.fixturenames:
-        monkeypatch.setattr(little, "LITTLE", -1)
-
-
-@pytest.fixture
-def hopper():
-    from tests.gpu import tensors
-
-    tensors.require_hopper()
-
-
-@pytest.fixture
-def served_plainly():
-    """Small layers are recorded as they are for users."""
 
 
 @pytest.fixture(autouse=True)

@@ -105,6 +105,10 @@ def test_kernels_serve_all_other_calls(monkeypatch, why):
         layer.weight.main_grad = torch.zeros(HIDDEN, K)
     if why == "captured":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if why == "the variable":
+        monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+    if why == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     if why == "traced":
         assert "cutlass_ops" in make_fx(lambda x: layer(x))(x.detach()).code
         return
