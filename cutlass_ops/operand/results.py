@@ -72,12 +72,8 @@ class Outputs(tuple[Any, ...]):
     know the names. PyTorch's backward hooks of modules, collation and FSDP make a tuple again from its class and values
     alone, and so get a plain tuple.
 
-    Parameters
-    ----------
-    fields : tuple of str
-        The outputs' names, D's first.
-    values : iterable of Tensor
-        Their values.
+    ``Outputs(fields, values)`` takes the outputs' names, a tuple of str with D's first, and their values, an iterable
+    of Tensor.
 
     Examples
     --------
