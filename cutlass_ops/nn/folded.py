@@ -36,7 +36,7 @@ _ONCE = _Once()
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Have modules fold what they read once, for a launch that is prepared."""
+    """Context in which each module folds once, for a launch that is being prepared."""
     _ONCE.made = {}
     try:
         yield
@@ -45,7 +45,7 @@ def once() -> Iterator[None]:
 
 
 def of_launch(module: Any, make: Callable[[], Any]) -> Any:
-    """Return what a module folds for the launch that is prepared; None if none is."""
+    """Return what a module folded for the launch that is being prepared; None if there is no such launch."""
     if torch.compiler.is_dynamo_compiling() or _ONCE.made is None:
         return None
     if module not in _ONCE.made:

@@ -1,4 +1,4 @@
-"""Calls that autograd records, and whose steps take the host longer than the GPU: PyTorch's operators serve them.
+"""Small calls that autograd records: PyTorch's operators serve them, since a step takes the host longer than the GPU.
 
 A backward in Python then loses more time than its kernels win (benchmarks/NOTES.md, "Calls").
 """
@@ -85,7 +85,7 @@ class Plain:
 
 
 def plain(called: Portable, out_dtype: torch.dtype | None, a: Tensor) -> Plain | None:
-    """Return a recorded op by PyTorch's operators; None if a user would write something else."""
+    """Return an op by PyTorch's operators; None unless it is dense, returns D alone, and takes tensors alone."""
     graph = called.graph
     usual = called.form is DENSE and len(graph.outputs) == 1 and all(i.kind in _KINDS for i in graph.inputs)
     if not usual or graph.gathered or graph.knows_places or a.dtype not in (torch.float16, torch.bfloat16):

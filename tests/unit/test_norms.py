@@ -301,6 +301,13 @@ def test_with_moments_given_rows_may_be_further_from_zero_than_one_pass_can_tell
     assert error(co.layernorm_gemm(x, prepared, eps=EPS), wanted) > 2 * error(eager, wanted)
 
 
+def test_a_layernorm_that_is_not_prepared_folds_nothing(monkeypatch):
+    monkeypatch.setattr("cutlass_ops.run.weights.fold_layernorm", None)
+    x, (weight, gamma) = rows("normal", BF16), weights(BF16)
+    found = co.layernorm_gemm(x, weight.t(), gamma, gamma, eps=EPS)
+    assert_accurate(found, exact_layer(x, weight, gamma, gamma), eager_layer(x, weight, gamma, gamma))
+
+
 def test_layernorms_rows_of_zeros_nan_and_infinity():
     x, (weight, _) = rows("normal", BF16), weights(BF16)
     beta = torch.randn(K).to(BF16)

@@ -221,6 +221,14 @@ def test_numbers_of_a_call_are_those_of_its_own_step(device, programs):
     assert len({*sizes}) == 3
 
 
+def test_a_lazily_negated_gradient_keeps_its_sign_after_steps_were_recorded(device):
+    x, w, bias, grad = leaf(24, 32), leaf(16, 32), leaf(16), torch.randn(24, 16).to(BF16)
+    step = lambda g: torch.autograd.grad(co.gemm_bias(x, w.mT, bias), [x, w, bias], g)  # noqa: E731
+    for _ in range(STEPS):
+        wanted = step(grad)
+    assert all(map(torch.equal, step(torch._neg_view(-grad)), wanted))
+
+
 def test_where_two_arguments_are_one_tensor_a_later_step_may_have_two(device):
     @co.epilogue
     def times(acc, tile: co.Tile):
