@@ -72,9 +72,9 @@ def host(results: Path, table: Table, raw: Raw) -> list[str]:
         f"The time to enqueue one warm call, in µs, the median over the rounds ({raw('host_calls_h200')}, "
         f"{data['date']}, {data['processors']} cores of {data['processor']}; {raw('host_h100')} has an H100). Problems "
         "are too small to fill the queue. Rows are of three runs on such machines, between which the code changed; "
-        "those of layers with gradients are of the last one, where calls were small up to 2³⁴ multiplications. Below 1, "
-        "ours costs less. *Prepared* is a launch of `co.prepare_launch`. In rows of layers, *both* is a forward and a "
-        "backward, and *by kernels* what larger layers run.",
+        "those of layers with gradients are of the last one, where calls were small up to 2³⁴ multiplications. "
+        "Below 1, ours costs less. *Prepared* is a launch of `co.prepare_launch`. In rows of layers, *both* is a "
+        "forward and a backward, and *by kernels* what larger layers run.",
         table(header, [(form["form"], *cells(form)) for form in forms], text=("form",)),
     ]
 
