@@ -81,23 +81,18 @@ class Steps:
 
 def steps_of(knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents) -> Steps:
     """Return a weight's steps."""
-    mine = foretold.of(kept)
-    # Calls of groups ask for the foretold numbers of rows alone (`declare.rows.nearest`).
-    if knowledge.pool.traits.grouped:
-        return Steps.of_each(_each(mine, problems.m[:, 0].astype(np.int64)))
-    return _all_steps(knowledge, np.asarray(kept), mine, problems)
-
-
-def _all_steps(knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> Steps:
-    """Return the steps at all numbers of rows. What is foretold is of the weight's kernels alone."""
+    kept, mine = np.asarray(kept), foretold.of(kept)
     rows = problems.m[:, 0].astype(np.int64)
     further = np.setdiff1d(_further_rows(knowledge), rows)
     found = knowledge.foretold(problems._replace(m=further[:, None].astype(np.float64))).of(kept)
     rows = np.concatenate([rows, further])
     order = rows.argsort()
     rows = rows[order]
-    foretold = Foretold(*(np.concatenate(both)[order] for both in zip(foretold, found, strict=True)))
+    foretold = Foretold(*(np.concatenate(both)[order] for both in zip(mine, found, strict=True)))
     each = _each(foretold, rows)
+    # Calls of groups ask for these numbers of rows alone (`declare.rows.nearest`).
+    if knowledge.pool.traits.grouped:
+        return Steps.of_each(each)
     smooth = rows <= MOST_ROWS
     if _has_lines_along_m(knowledge):
         smooth &= rows % _LINE != 0

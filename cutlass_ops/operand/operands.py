@@ -86,12 +86,11 @@ class Arguments(NamedTuple):
 
 def shape_of(kind: Kind, leading: tuple[int, ...], n: int, each: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the shape of an output of a kind. `leading` has D's dimensions before N, and `each` those of batches."""
-    return {
-        Kind.ROW: (*each, n),
-        Kind.COL: leading,
-        Kind.TILE: (*leading, n),
-        Kind.BLOCKS_D: (*leading, mma.blocks(n)),
-    }[kind]
+    if kind is Kind.TILE:
+        return (*leading, n)
+    if kind is Kind.COL:
+        return leading
+    return (*each, n) if kind is Kind.ROW else (*leading, mma.blocks(n))
 
 
 class _Rule(NamedTuple):

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,14 @@ from cutlass_ops.operand.call import Call, device_of, signature_of, without_mode
 from cutlass_ops.operand.operands import shape_of
 from cutlass_ops.operand.results import new_strides
 from cutlass_ops.run import supply
+from cutlass_ops.run.fallbacks import AtAnyRows
 from cutlass_ops.run.gathering import is_gathering
-from cutlass_ops.run.plan import Plan, make_plan, plan_of
+from cutlass_ops.run.plan import AnyPlan, Plan, make_plan, plan_of
 from cutlass_ops.run.registry import OpSignature, Registry
 
 _log = logging.getLogger("cutlass_ops")
+
+_MOST_AWAITED = 1 << 16  # numbers of rows
 
 
 @dataclass(eq=False)
@@ -37,7 +40,8 @@ class Rows:
     """Plans calls of one op with one weight that differ from a checked one only in their number of rows.
 
     A server meets new numbers of rows all the time. Such a call needs a decision, which is arithmetic, and a loaded
-    kernel, which checks every argument. If anything else differs, the call is checked in Python.
+    kernel, which checks every argument. Until the kernel is loaded, PyTorch serves. If anything else differs, the call
+    is checked in Python.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Rows:
     device: torch.device  # where that call ran
     kinds: tuple[Kind, ...]  # of the outputs
     dtypes: tuple[torch.dtype, ...]  # of all outputs, for those that the caller does not give
+    meanwhile: AtAnyRows | None  # how PyTorch serves
+    awaited: dict[int, Wanted] = field(default_factory=dict)  # the kernels that are not loaded, by number of rows
 
     @classmethod
     def of(cls, name: str, decision: Decision, call: Call) -> Rows | None:
@@ -61,14 +67,18 @@ class Rows:
         several = arguments.form.stacked
         if several or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
             return None
-        return cls(name, decision, arguments.a.device, kinds, tuple(t.dtype for t in call.outputs))
+        dtypes = tuple(t.dtype for t in call.outputs)
+        return cls(name, decision, arguments.a.device, kinds, dtypes, AtAnyRows.of(call))
 
-    def plan(self, shape: tuple[int, ...]) -> Plan | None:
-        """Return a plan for an A of this shape; None if the call needs checking, or its best kernel is not loaded."""
+    def plan(self, shape: tuple[int, ...]) -> AnyPlan | None:
+        """Return a plan for an A of this shape; None if the call needs checking."""
         batch, problem = tuple(shape[:-1]), self.decision.problem
         rows = math.prod(batch)
         if not batch or shape[-1] != problem.k or not rows:
             return None
+        awaited = self.awaited.get(rows)
+        if awaited is not None and supply.is_missed(awaited) and supply.serves_again():
+            return self.meanwhile
         if self.decision.signature.form == GROUPED:
             if len(batch) != 1:
                 return None
@@ -83,7 +93,15 @@ class Rows:
             return None
         spec = found.spec
         if not Registry.current().has(spec):
-            return None
+            if self.meanwhile is None or not supply.serves_again() or supply.waits(found):
+                return None
+            missed = supply.supply(found, self.device)
+            if missed is not None:
+                if len(self.awaited) >= _MOST_AWAITED:
+                    self.awaited.clear()
+                self.awaited[rows] = missed
+                return self.meanwhile
+        self.awaited.pop(rows, None)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s %s: %s serves", self.name, problem, spec.slug)
         shapes = [shape_of(kind, batch, problem.n) for kind in self.kinds]

@@ -1,17 +1,19 @@
-"""Plans without a kernel: calls of one shape that PyTorch or other ops serve."""
+"""Plans without a kernel: calls that PyTorch or other ops serve."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.compilation.background import Wanted
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand.call import Call
+from cutlass_ops.operand.operands import shape_of
 from cutlass_ops.run import supply
 from cutlass_ops.run.composition import Composition
 from cutlass_ops.run.plan import AnyPlan, Given
@@ -69,6 +71,105 @@ def by_pytorch(
         return tuple(x.view(shape) for x, shape in zip(compute(a, b, flat), shapes, strict=True))
 
     return Fallback(run, tuple(map(_laid_out, (a, b, *inputs))), by_pytorch=1)
+
+
+class _Like(NamedTuple):
+    """How an argument lies in a checked call, and which of its extents follow the rows of A."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype | None  # None for a number
+    own: tuple[int, ...] | None  # extents after those of A's rows; None if nothing follows these
+
+    def read(self, x: Any, batch: tuple[int, ...], device: torch.device) -> Any:
+        """Return an argument as the checked one was computed with; None if it needs checking."""
+        if self.dtype is None or not isinstance(x, Tensor):
+            return None if isinstance(x, Tensor) or self.dtype is not None else x
+        if x.dtype is not self.dtype or x.device != device:
+            return None
+        if self.own is None:
+            return x if x.shape == self.shape and x.stride() == self.strides else None
+        rows = 1 + len(self.own)
+        if x.shape != (*batch, *self.own) or (self.own and x.stride(-1) != 1):
+            return None
+        return x if x.ndim == rows else x.view(-1, *self.own) if x.is_contiguous() else None
+
+
+_FOLLOW_ROWS = (Kind.TILE, Kind.COL, Kind.BLOCKS_A)
+
+
+@dataclass(frozen=True, slots=True)
+class AtAnyRows(AnyPlan):
+    """Calls that PyTorch serves and that differ from a checked one in their number of rows alone.
+
+    One plan for all of them: a plan for each number of rows would take as long to make as many calls take, and give
+    Python's garbage collector more to look through.
+    """
+
+    compute: Composition
+    device: torch.device
+    a: _Like
+    others: tuple[_Like, ...]  # of b and of each input
+    kinds: tuple[Kind, ...]  # of the outputs
+    n: int
+    copies: int = 0
+    by_pytorch: int = 1
+
+    @classmethod
+    def of(cls, call: Call) -> AtAnyRows | None:
+        """Return the plan of calls like a checked one; None if each of them needs its own checks."""
+        arguments, graph = call.arguments, call.graph
+        if arguments.spread or arguments.copied or arguments.form.stacked:
+            return None
+        kinds = {i.name: i.kind for i in graph.inputs}
+        own = {n: tuple(x.shape[1:]) for n, x in arguments.inputs.items() if kinds.get(n) in _FOLLOW_ROWS}
+        others = (_like(arguments.b), *(_like(x, own.get(name)) for name, x in arguments.inputs.items()))
+        of_a, n = _like(arguments.a, (arguments.problem.k,)), arguments.problem.n
+        device = arguments.a.device
+        return cls(Composition.of(call), device, of_a, others, tuple(o.kind for o in graph.outputs), n)
+
+    def run(  # noqa: D102
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
+    ) -> tuple[Tensor, ...] | None:
+        batch = a.shape[:-1]
+        if self.a.own is None or a.shape[-1:] != self.a.own:
+            return None
+        flat = [self.a.read(a, batch, self.device)]
+        flat += [of.read(x, batch, self.device) for of, x in zip(self.others, (b, *inputs), strict=True)]
+        if any(x is None for x in flat):
+            return None
+        shapes = [shape_of(kind, batch, self.n) for kind in self.kinds]
+        if given is not None and not _can_be_written(given, shapes, (a, b, *inputs), self.device):
+            return None
+        found = self.compute(flat[0], flat[1], flat[2:])
+        results = [x if x.shape == shape else x.view(shape) for x, shape in zip(found, shapes, strict=True)]
+        if given is None:
+            return tuple(results)
+        return tuple(x if to is None else to.copy_(x) for x, to in zip(results, given, strict=True))
+
+    @property
+    def takes(self) -> object:  # noqa: D102
+        return self.a, self.others
+
+
+def _like(x: Any, own: tuple[int, ...] | None = None) -> _Like:
+    if not isinstance(x, Tensor):
+        return _Like((), (), None, None)
+    return _Like(tuple(x.shape), tuple(x.stride()), x.dtype, own)
+
+
+def _can_be_written(
+    given: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]], read: Sequence[Any], device: torch.device
+) -> bool:
+    """Whether outputs surely need no further check: these lie as new ones would, in storages of their own."""
+    read_from = [x.untyped_storage().data_ptr() for x in read if isinstance(x, Tensor)]
+    for x, shape in zip(given, shapes, strict=True):
+        if x is not None:
+            if x.shape != shape or x.device != device or not x.is_contiguous():
+                return False
+            read_from.append(x.untyped_storage().data_ptr())
+    written = read_from[len(read_from) - sum(x is not None for x in given) :]
+    return all(read_from.count(at) == 1 for at in written)
 
 
 def by_ops(

@@ -92,6 +92,11 @@ def supply_kernel(spec: Declaration, device: torch.device, what: str, *, waits: 
     return wanted
 
 
+def is_missed(wanted: Wanted) -> bool:
+    """Whether a kernel that was asked for is still not there, and no call should ask again."""
+    return not wanted.done() or (wanted.exception() is not None and not may_be_tried(wanted))
+
+
 def may_be_tried(failed: Wanted) -> bool:
     """Whether a kernel that could not be had may be there after another attempt."""
     return time.monotonic() > failed.again_at

@@ -293,8 +293,10 @@ class Warm(portable.Portable):
         if plan is None or results is None:
             return None
         self.copied_operands += plan.copies
-        shape = (*plan.d[0][:-1], rows.decision.problem.k)  # a.shape, with numbers that exist already
-        self._weight(key, rows).plans[shape] = plan
+        self.served_by_pytorch += plan.by_pytorch
+        if isinstance(plan, Plan):
+            shape = (*plan.d[0][:-1], rows.decision.problem.k)  # a.shape, with numbers that exist already
+            self._weight(key, rows).plans[shape] = plan
         return results[0] if self._has_one_output else Outputs(self.outputs, results)
 
     def _given_by_name(self, out: Any, out_dtype: torch.dtype | None) -> Given:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from fake_device import fake_device
+from fake_device import Everything, fake_device
 
 import cutlass_ops as co
+from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
 
@@ -105,7 +106,7 @@ def test_what_is_not_as_before_is_checked(device, monkeypatch):
     assert not out.isnan().any()
 
 
-def test_pytorch_serves_a_number_of_rows_whose_best_kernel_is_not_loaded_after_one_check(device, monkeypatch):
+def test_pytorch_serves_a_number_of_rows_whose_best_kernel_is_not_loaded_without_a_check(device, monkeypatch):
     op = ops.Op("relu", builtin.bias_relu)
     op(matrix(8, K), W, BIAS)
     (first,) = device.loaded
@@ -115,7 +116,7 @@ def test_pytorch_serves_a_number_of_rows_whose_best_kernel_is_not_loaded_after_o
         a = matrix(m, K)
         found = op(a, W, BIAS)
         torch.testing.assert_close(found.float(), (a.float() @ W.float() + BIAS).relu(), rtol=1e-2, atol=2e-2)
-    assert len(seen) == 2
+    assert not seen
     assert list(device.loaded) == [first]  # it serves no other number of rows meanwhile
     assert op.served_by_pytorch == 3
     awaited = op.plan(matrix(4096, K), W, BIAS).spec
@@ -150,3 +151,121 @@ def test_what_a_checked_call_refuses_is_refused_at_other_rows_too(device, shape)
     assert list(weight.plans) == [(8, K)]
     assert weight.rows is not None
     assert weight.rows.plan(torch.Size(shape)) is None  # it never reaches a kernel
+
+
+# ---- While PyTorch serves ----
+
+
+@pytest.fixture
+def missing(device):
+    """No kernel is there."""
+    device.absent = Everything()
+    return device
+
+
+def right(op, a, *rest, out=None):
+    """Compare a call with a fresh op's, which checks it."""
+    found = op(a, W, BIAS, *rest, out=out)
+    wanted = ops.Op(op.name, op.epilogue)(a, W, BIAS, *rest)
+    for x, y in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, wanted)), strict=True):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        assert torch.equal(x, y)
+    return found
+
+
+@pytest.fixture
+def op(missing):
+    """An op with two checked calls: the first only has the weight decided."""
+    op = ops.Op("relu", builtin.bias_relu)
+    for _ in range(2):
+        op(matrix(8, K), W, BIAS)
+        op(matrix(16, K), W, BIAS)
+    return op
+
+
+def test_pytorch_serves_new_numbers_of_rows_by_one_plan(op, monkeypatch):
+    for m in (1, 7, 64, 300):
+        a = matrix(m, K)
+        with monkeypatch.context() as patch:
+            seen = checks(patch)
+            found = op(a, W, BIAS)
+            assert not seen
+        assert torch.equal(found, right(op, a))
+    (weight,) = op._plans.values()
+    assert list(weight.plans) == [(8, K), (16, K)]  # a new one for each number of rows would be garbage soon
+    assert op.served_by_pytorch == 12
+
+
+@pytest.mark.parametrize("batch", [(5,), (2, 3), (3, 1, 2)])
+def test_pytorch_serves_outputs_and_inputs_of_every_kind_at_new_rows(missing, monkeypatch, batch):
+    @co.epilogue
+    def every(acc, bias: co.Row, residual: co.Tile, scale: co.Col, alpha: co.Scalar):
+        d = co.e.relu(acc + bias) * scale + alpha * residual
+        return {"d": d, "pre": acc, "top": co.e.max(d, dim=0), "sum": co.e.sum(d, dim=1)}
+
+    op = ops.Op("every", every)
+    for m in (8, 16):
+        op(matrix(m, K), W, BIAS, matrix(m, N), torch.rand(m), 0.5)
+    a, residual, scale = matrix(*batch, K), matrix(*batch, N), torch.rand(batch)
+    seen = checks(monkeypatch)
+    op(a, W, BIAS, residual, scale, 0.25)
+    assert not seen
+    right(op, a, residual, scale, 0.25)
+
+
+def test_what_pytorch_may_compute_otherwise_is_checked_at_new_rows(op, monkeypatch):
+    seen = checks(monkeypatch)
+    others = [
+        (matrix(K, 24).t(), W, BIAS),  # another major, which is for another kernel
+        (matrix(9, K), W.contiguous(), BIAS),
+        (matrix(9, K), W, BIAS.to(BF16)),
+        (matrix(2, 9, 2 * K)[..., :K], W, BIAS),
+    ]
+    for at, (a, w, bias) in enumerate(others):
+        found = op(a, w, bias)
+        torch.testing.assert_close(found.float(), (a.float() @ w.float() + bias).relu(), rtol=1e-2, atol=2e-2)
+        assert len(seen) == at + 1
+    with pytest.raises(ValueError, match=r"^bias has shape"):
+        op(matrix(40, K), W, BIAS[1:])
+    with pytest.raises(ValueError, match=r"^a "):
+        op(matrix(40, K - 8), W, BIAS)
+    with pytest.raises(TypeError, match=r"^bias"):
+        op(matrix(40, K), W, 1.0)
+
+
+def test_pytorch_writes_given_outputs_at_new_rows(op, monkeypatch):
+    op(matrix(8, K), W, BIAS, out=torch.empty(8, N, dtype=BF16))
+    seen = checks(monkeypatch)
+    a, out = matrix(2, 5, K), torch.full((2, 5, N), torch.nan, dtype=BF16)
+    assert op(a, W, BIAS, out=out) is out
+    assert not seen
+    assert torch.equal(out, op(a, W, BIAS))
+    del seen[:]
+    # An output that lies in an input's memory, or otherwise than a new one, is checked.
+    memory = matrix(11, K + N)
+    with pytest.raises(ValueError, match="overlap|memory"):
+        op(memory[:, :K], W, BIAS, out=memory[:, K // 2 : K // 2 + N])
+    apart = torch.empty(13, 2 * N, dtype=BF16)[:, :N]
+    assert op(matrix(13, K), W, BIAS, out=apart) is apart
+    with pytest.raises(ValueError, match=r"^out"):
+        op(matrix(12, K), W, BIAS, out=torch.empty(11, N, dtype=BF16))
+    assert len(seen) == 3
+
+
+def test_a_kernel_that_cannot_be_had_costs_new_rows_no_check(missing, monkeypatch):
+    op = ops.Op("relu", builtin.bias_relu)
+    missing.failed = dict.fromkeys(op.specs_of(matrix(8, K), W, BIAS), ToolchainError("no compiler"))
+    with pytest.warns(RuntimeWarning, match="no compiler"):
+        op(matrix(8, K), W, BIAS)
+    seen = checks(monkeypatch)
+    for m in (9, 300, 9):
+        op(matrix(m, K), W, BIAS)
+    assert not seen
+    assert op.served_by_pytorch == 4
+
+
+def test_calls_at_new_rows_wait_where_pytorch_must_not_serve(op, missing, monkeypatch):
+    op(matrix(300, K), W, BIAS)
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+    op(matrix(300, K), W, BIAS)
+    assert missing.launches[-1].outputs[0].shape == (300, N)
