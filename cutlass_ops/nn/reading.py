@@ -60,8 +60,7 @@ def is_foreign(x: Any, *weights: Any) -> bool:
 
     These are sparse and nested tensors, classes that say themselves what ``F.linear`` does, devices without kernels,
     transforms of torch.func, and other dtypes than those of 16 bits and FP8 unless torch.autocast casts them. FP64 has
-    kernels, but not for norms and for all derivatives. So are calls whose step is quicker by PyTorch
-    (``run/little.py``).
+    kernels, but not for norms and for all derivatives. So are recorded calls that PyTorch serves (``run/little.py``).
     """
     if not isinstance(x, Tensor):
         return False
@@ -73,7 +72,7 @@ def is_foreign(x: Any, *weights: Any) -> bool:
         dtype = casting.dtype_of(x)
         if dtype not in _MULTIPLIED and all(casting.dtype_of(w) == dtype for w in weights):
             return True
-    return little.records_little(x, *weights)
+    return little.is_recorded_by_pytorch(x, *weights)
 
 
 def has_kernels(device: torch.device) -> bool:

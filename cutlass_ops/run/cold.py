@@ -26,7 +26,7 @@ from cutlass_ops.operand.operands import shape_of
 from cutlass_ops.operand.results import new_strides
 from cutlass_ops.run import supply
 from cutlass_ops.run.fallbacks import AtAnyRows
-from cutlass_ops.run.gathering import is_gathering
+from cutlass_ops.run.gathering import is_gathering, note
 from cutlass_ops.run.plan import AnyPlan, Plan, make_plan, plan_of
 from cutlass_ops.run.registry import OpSignature, Registry
 
@@ -78,6 +78,7 @@ class Rows:
             return None
         awaited = self.awaited.get(rows)
         if awaited is not None and supply.is_missed(awaited) and supply.serves_again():
+            note(awaited)
             return self.meanwhile
         if self.decision.signature.form == GROUPED:
             if len(batch) != 1:
@@ -100,6 +101,7 @@ class Rows:
                 if len(self.awaited) >= _MOST_AWAITED:
                     self.awaited.clear()
                 self.awaited[rows] = missed
+                note(missed)
                 return self.meanwhile
         self.awaited.pop(rows, None)
         if _log.isEnabledFor(logging.DEBUG):
@@ -136,6 +138,7 @@ def plan(name: str, call: Call) -> Served:
     if _may_be_decided_later(signature, device, call):
         decided = _decided_meanwhile(signature, device, call, where)
         if not supply.is_soon_done(decided):
+            note(decided)
             return Served(None, decided)
     decision = _decided(name, signature, device, call)
     rows = Rows.of(name, decision, call)
@@ -145,6 +148,7 @@ def plan(name: str, call: Call) -> Served:
     awaited = supply.supply(decision, where)
     supply.supply_others(decision, where)
     if awaited is not None:
+        note(awaited)
         return Served(None, None, rows, awaited) if awaited.done() else Served(None, awaited, rows)
     if _log.isEnabledFor(logging.DEBUG):  # making a slug takes longer than the choice
         _log.debug("%s %s: %s serves", name, decision.problem, decision.spec.slug)

@@ -1,6 +1,7 @@
-"""Small calls that autograd records: PyTorch's operators serve them, since a step takes the host longer than the GPU.
+"""Calls that autograd records and PyTorch's operators serve, forward and backward, as a user would write them.
 
-A backward in Python then loses more time than its kernels win (benchmarks/NOTES.md, "Calls").
+These are small calls, of which a step takes the host longer than the GPU: a backward in Python then loses more time than
+its kernels win (benchmarks/NOTES.md, "Calls"). And they are large ones until the kernels of their step are there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import watching
 from cutlass_ops.run import traced
-from cutlass_ops.run.gathering import is_gathering
+from cutlass_ops.run.gathering import awaits, is_gathering
 from cutlass_ops.run.portable import Portable
 
 # Multiplications of a GEMM up to which PyTorch's own step is quicker.
@@ -30,25 +31,29 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def records_little(x: Tensor, *weights: Tensor) -> bool:
-    """Whether autograd records products of x (..., K) and matrices whose steps take the host longer than the GPU.
+def is_recorded_by_pytorch(x: Tensor, *weights: Tensor) -> bool:
+    """Whether PyTorch's operators compute products of x (..., K) and matrices, and autograd records these.
 
-    A graph has no host, and a compiled program little of it. Only a kernel adds to ``main_grad``. A region that is
-    warmed up may be captured later.
+    They do in steps that take the host longer than the GPU, and as long as kernels of a step are missed. A graph has no
+    host, and a compiled program little of it. Only a kernel adds to ``main_grad``. A region that is warmed up may be
+    captured later.
     """
     if not on_gpu(x) or not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
-    rows, differentiated = x.numel() // max(x.shape[-1] if x.ndim else 1, 1), x.requires_grad
+    rows, largest, differentiated = x.numel() // max(x.shape[-1] if x.ndim else 1, 1), 0, x.requires_grad
     for w in weights:
         base = w._base
-        if rows * w.numel() > LITTLE or getattr(w if base is None else base, "main_grad", None) is not None:
+        if getattr(w if base is None else base, "main_grad", None) is not None:
             return False
+        largest = max(largest, rows * w.numel())
         differentiated = differentiated or w.requires_grad
     if not differentiated or watching.is_watched() or traced.is_recomputing() or is_gathering():
         return False
     if torch.are_deterministic_algorithms_enabled() or not env.stand_in():
         return False
-    return not torch.cuda.is_current_stream_capturing()
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return largest <= LITTLE or awaits((rows, x.dtype, x.requires_grad, *[(w.shape, w.requires_grad) for w in weights]))
 
 
 class Plain:

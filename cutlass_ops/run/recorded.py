@@ -21,7 +21,7 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.tensors import require_tensor
-from cutlass_ops.run import casting, grouped_backward, little, portable, traced
+from cutlass_ops.run import casting, gathering, grouped_backward, little, portable, traced
 from cutlass_ops.run.backward import (
     Forward,
     added,
@@ -34,7 +34,7 @@ from cutlass_ops.run.backward import (
     step_of,
     wanted,
 )
-from cutlass_ops.run.little import Plain, records_little
+from cutlass_ops.run.little import Plain, is_recorded_by_pytorch
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tape import Tapes
 
@@ -167,7 +167,7 @@ class OpRecorder(Recorder):
     """How calls of one op are recorded.
 
     `names` are the op's inputs that are tensors, `places` the positions of those that are numbers, and `wrt` the inputs
-    whose gradients are wanted. `out_dtype` is D's. `plain` serves little calls.
+    whose gradients are wanted. `out_dtype` is D's. `plain` serves calls that PyTorch records.
     """
 
     __slots__ = ("called", "forward", "names", "out_dtype", "places", "plain", "wrt")
@@ -189,7 +189,7 @@ class OpRecorder(Recorder):
 
     def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the results of a call of this kind, as autograd records them."""
-        if self.plain is not None and records_little(a, b):
+        if self.plain is not None and is_recorded_by_pytorch(a, b):
             results = self.plain(a, b, inputs)
             if results is not None:
                 return results
@@ -246,6 +246,7 @@ class _Recorded(torch.autograd.Function):
                 results, kept = recorder.run(tensors, numbers)
         else:
             results, kept = recorder.run(tensors, numbers)
+        ctx.steps = gathering.took()
         ctx.into = {}
         for at, name in recorder.matrices:
             if tensors[at].requires_grad and (into := main_grad(name, tensors[at])) is not None:
@@ -282,10 +283,11 @@ class _Recorded(torch.autograd.Function):
         tensors += into.values()
         del grads, given
         compute = functools.partial(recorder.backward, asked)
-        if casting.any_autocast():
-            with casting.without_autocast(tensors[0].device):
-                return None, None, *recorder.tapes.run(asked, compute, tensors)
-        return None, None, *recorder.tapes.run(asked, compute, tensors)
+        with gathering.resumed(ctx.steps):
+            if casting.any_autocast():
+                with casting.without_autocast(tensors[0].device):
+                    return None, None, *recorder.tapes.run(asked, compute, tensors)
+            return None, None, *recorder.tapes.run(asked, compute, tensors)
 
 
 # As Function.apply, which first looks for what transforms of torch.func left over. Kernels refuse that.

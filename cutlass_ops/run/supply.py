@@ -92,9 +92,11 @@ def supply_kernel(spec: Declaration, device: torch.device, what: str, *, waits: 
     return wanted
 
 
-def is_missed(wanted: Wanted) -> bool:
-    """Whether a kernel that was asked for is still not there, and no call should ask again."""
-    return not wanted.done() or (wanted.exception() is not None and not may_be_tried(wanted))
+def is_missed(future: Future[Any]) -> bool:
+    """Whether a kernel that was asked for is still not there, or the decision about it, and no call should ask again."""
+    if not future.done():
+        return True
+    return isinstance(future, Wanted) and future.exception() is not None and not may_be_tried(future)
 
 
 def may_be_tried(failed: Wanted) -> bool:

@@ -1,11 +1,13 @@
-"""Small calls that autograd records: PyTorch serves them, since its backward costs the host less."""
+"""Calls that autograd records and PyTorch serves: small ones, and large ones until the kernels of their step are there."""
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from fake_device import Everything, fake_device
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cutlass_ops as co
+from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.nn import reading
 from cutlass_ops.run import little
 
@@ -128,3 +130,96 @@ def test_kernels_serve_all_other_calls(monkeypatch, why):
         calls = [lambda: co.gemm(x, layer.weight.t(), epilogue=several, bias=layer.bias)[0]]
     for call in calls:
         assert all(is_ours(call()) for _ in range(2))
+
+
+# ---- Large calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device without any kernel, for which every call is large."""
+    monkeypatch.setattr(little, "LITTLE", -1)
+    with fake_device(monkeypatch) as fake:
+        fake.absent = Everything()
+        yield fake
+
+
+def arrive(device, kernels):
+    for spec in kernels:
+        device.built(spec)
+
+
+LAYERS = {
+    "linear": (lambda: co.nn.Linear(K, HIDDEN, activation="gelu", dtype=BF16), lambda m: [m.weight]),
+    "mlp": (lambda: co.nn.MLP(K, HIDDEN, dtype=BF16), lambda m: [m.fc1.weight, m.fc2.weight]),
+    "gated": (lambda: co.nn.GatedMLP(K, HIDDEN, dtype=BF16), lambda m: [m.gate_proj.weight]),
+    "rmsnorm": (lambda: co.nn.RMSNormLinear(K, HIDDEN, dtype=BF16), lambda m: [m.weight]),
+}
+
+
+def is_pytorch_s(d):
+    return not any("Recorded" in node for node in nodes(d))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_pytorch_records_a_large_layer_until_all_kernels_of_its_step_are_there(device, name):
+    make, weights = LAYERS[name]
+    layer, x = make(), leaf(M, K)
+
+    def step():
+        d = layer(x)
+        d.backward(torch.ones_like(d))
+        return d
+
+    first = step()  # it finds out which kernels a step needs
+    assert not is_pytorch_s(first)
+    forward = list(device.wanted)
+    assert all(is_pytorch_s(step()) for _ in range(2))
+    assert list(device.wanted) == forward
+    arrive(device, forward[:1])
+    assert len(forward) > 1
+    assert is_pytorch_s(step())
+    for _ in range(8):  # a later kernel of the step may be asked for only now
+        arrive(device, list(device.wanted))
+        d = step()
+    assert not is_pytorch_s(d)
+    assert device.launches
+    assert (d - first).norm() <= 0.02 * d.norm()
+    # Another number of rows is another step.
+    assert not is_pytorch_s(layer(leaf(3 * M, K)))
+
+
+def test_pytorch_records_an_op_until_the_kernels_of_its_step_are_there(device):
+    x, w, bias = leaf(M, K), leaf(HIDDEN, K), leaf(HIDDEN)
+
+    def step():
+        d = co.gemm_bias_relu(x, w.t(), bias)
+        return d, torch.autograd.grad(d, [x, w, bias], torch.ones_like(d))
+
+    (first, before), (d, gradients) = step(), step()
+    assert is_ours(first)
+    assert not is_ours(d)
+    for found, wanted in zip((first, *before), (d, *gradients), strict=True):
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+    arrive(device, list(device.wanted))
+    assert is_ours(step()[0])
+
+
+def test_a_kernel_that_cannot_be_had_leaves_its_step_to_pytorch(device):
+    layer, x = co.nn.Linear(K, HIDDEN, activation="gelu", dtype=BF16), leaf(M, K)
+    d = layer(x)
+    d.backward(torch.ones_like(d))
+    for wanted in device.wanted.values():
+        wanted.set_exception(ToolchainError("no compiler"))
+    with pytest.warns(RuntimeWarning, match="no compiler"):
+        layer(x)
+    assert is_pytorch_s(layer(x))
+
+
+def test_steps_do_not_mix(device):
+    x, w = leaf(M, K), leaf(HIDDEN, K)
+    co.gemm(x, w.t())  # recorded; its backward never runs
+    with torch.no_grad():
+        co.gemm(leaf(5, K), leaf(2 * HIDDEN, K).t())
+    arrive(device, [next(iter(device.wanted))])
+    assert is_ours(co.gemm(x, w.t()))
