@@ -413,7 +413,8 @@ def serve(layers: Sequence[Layer], peers: Peers, wanted: Iterable[Request], seco
     from cutlass_ops.run.requests import requested  # late: no program needs it
 
     calls, looked = Calls(), _LOOK_S  # a look imports what the first call should
-    ops = [layer.on(partial(requested, layer.op), *layer.draw(1, 0)).op for layer in layers]
+    # Not of one row, whose scales may be scalars, for another op.
+    ops = [layer.on(partial(requested, layer.op), *layer.draw(16, 0)).op for layer in layers]
     clock.fill()
     began = time.perf_counter()
     for request in wanted:

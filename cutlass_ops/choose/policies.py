@@ -205,7 +205,7 @@ def _decide(
         if is_measured[at].any():
             measured[problem.m] = knowledge.measured.ordered(problem, chosen[int(times[at].argmin())])
     kept = tuple(knowledge.pool.configs[at] for at in chosen)
-    return kept, steps_of(knowledge, chosen, foretold, extents), measured
+    return kept, steps_of(knowledge, np.asarray(chosen), foretold, extents), measured
 
 
 def _needed(known: Expected) -> list[int]:

@@ -11,7 +11,7 @@ processes read its result.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
@@ -79,9 +79,9 @@ class Steps:
         return cls(tuple((starts + 1).tolist()), tuple(each[starts].tolist()))
 
 
-def steps_of(knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents) -> Steps:
-    """Return a weight's steps."""
-    kept, mine = np.asarray(kept), foretold.of(kept)
+def steps_of(knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> Steps:
+    """Return the steps of a weight's kernels."""
+    mine = foretold.of(kept)
     rows = problems.m[:, 0].astype(np.int64)
     further = np.setdiff1d(_further_rows(knowledge), rows)
     found = knowledge.foretold(problems._replace(m=further[:, None].astype(np.float64))).of(kept)

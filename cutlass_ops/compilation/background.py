@@ -56,7 +56,12 @@ class Wanted(Future["Artifact"]):
         self.looked = threading.Event()  # set once it is done, or once it is known that the kernel must be compiled
         self.load, self.needed = load, needed  # `needed`: a call waits for it
         self.again_at = math.inf  # when another attempt may succeed
-        self.add_done_callback(lambda _: self.looked.set())
+        self.ended = False  # as done(), which takes a lock: each call asks that PyTorch serves
+        self.add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self.ended = True
+        self.looked.set()
 
 
 class Background(Part):

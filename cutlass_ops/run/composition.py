@@ -70,6 +70,10 @@ class Composition:
         eps = None if self.norm is None else self.norm.eps
         self.manner = Manner(self.wide, form, math, eps, graph)
         self.steps = self._steps()
+        d, *others = graph.outputs
+        # Whether D is a value as it is: nothing is left to do for it, usually.
+        self.is_one_value = not others and d.kind is Kind.TILE and d.reduction is None
+        self.is_one_value &= quantized_dtype(graph) is None and d.node == self.steps[-1][0]
 
     @classmethod
     def of(cls, call: Call) -> Composition:
@@ -92,6 +96,10 @@ class Composition:
         values: dict[int, Value] = {}
         for at, function, arguments in self.steps:
             values[at] = function(of, *[values[x] for x in arguments])
+        if self.is_one_value:
+            x = values[at]
+            if x.dtype is self.dtypes[0] and x.shape == of.shape and x.is_contiguous():
+                return (x,)
         found = {o.name: self._output(o, of, values[o.node]) for o in self.graph.outputs if o.kind is not Kind.BLOCKS_D}
         to = quantized_dtype(self.graph)
         if to is not None:

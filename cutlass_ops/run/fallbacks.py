@@ -90,7 +90,7 @@ class _Like(NamedTuple):
         if self.own is None:
             return x if x.shape == self.shape and x.stride() == self.strides else None
         rows = 1 + len(self.own)
-        if x.shape != (*batch, *self.own) or (self.own and x.stride(-1) != 1):
+        if x.shape != (*batch, *self.own) or (self.strides[-1] == 1 != x.stride(-1) and self.own):
             return None
         return x if x.ndim == rows else x.view(-1, *self.own) if x.is_contiguous() else None
 
@@ -108,8 +108,7 @@ class AtAnyRows(AnyPlan):
 
     compute: Composition
     device: torch.device
-    a: _Like
-    others: tuple[_Like, ...]  # of b and of each input
+    likes: tuple[_Like, ...]  # of a, b and each input
     kinds: tuple[Kind, ...]  # of the outputs
     n: int
     copies: int = 0
@@ -121,25 +120,25 @@ class AtAnyRows(AnyPlan):
         arguments, graph = call.arguments, call.graph
         if arguments.spread or arguments.copied or arguments.form.stacked:
             return None
-        kinds = {i.name: i.kind for i in graph.inputs}
-        own = {n: tuple(x.shape[1:]) for n, x in arguments.inputs.items() if kinds.get(n) in _FOLLOW_ROWS}
-        others = (_like(arguments.b), *(_like(x, own.get(name)) for name, x in arguments.inputs.items()))
-        of_a, n = _like(arguments.a, (arguments.problem.k,)), arguments.problem.n
-        device = arguments.a.device
-        return cls(Composition.of(call), device, of_a, others, tuple(o.kind for o in graph.outputs), n)
+        follow = {i.name for i in graph.inputs if i.kind in _FOLLOW_ROWS}
+        operands = _like(arguments.a, (arguments.problem.k,)), _like(arguments.b)
+        likes = list(operands)
+        for name, x in arguments.inputs.items():
+            likes.append(_like(x, tuple(x.shape[1:]) if isinstance(x, Tensor) and name in follow else None))
+        kinds, n = tuple(o.kind for o in graph.outputs), arguments.problem.n
+        return cls(Composition.of(call), arguments.a.device, tuple(likes), kinds, n)
 
     def run(  # noqa: D102
         self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given, low: bool = False
     ) -> tuple[Tensor, ...] | None:
-        batch = a.shape[:-1]
-        if self.a.own is None or a.shape[-1:] != self.a.own:
-            return None
-        flat = [self.a.read(a, batch, self.device)]
-        flat += [of.read(x, batch, self.device) for of, x in zip(self.others, (b, *inputs), strict=True)]
-        if any(x is None for x in flat):
-            return None
+        batch, device, flat = a.shape[:-1], self.device, []
+        for like, x in zip(self.likes, (a, b, *inputs), strict=True):
+            read = like.read(x, batch, device)
+            if read is None:
+                return None
+            flat.append(read)
         shapes = [shape_of(kind, batch, self.n) for kind in self.kinds]
-        if given is not None and not _can_be_written(given, shapes, (a, b, *inputs), self.device):
+        if given is not None and not _can_be_written(given, shapes, (a, b, *inputs), device):
             return None
         found = self.compute(flat[0], flat[1], flat[2:])
         results = [x if x.shape == shape else x.view(shape) for x, shape in zip(found, shapes, strict=True)]
@@ -149,7 +148,7 @@ class AtAnyRows(AnyPlan):
 
     @property
     def takes(self) -> object:  # noqa: D102
-        return self.a, self.others
+        return self.likes
 
 
 def _like(x: Any, own: tuple[int, ...] | None = None) -> _Like:

@@ -1,7 +1,7 @@
 """Calls that autograd records and PyTorch's operators serve, forward and backward, as a user would write them.
 
-These are small calls, of which a step takes the host longer than the GPU: a backward in Python then loses more time than
-its kernels win (benchmarks/NOTES.md, "Calls"). And they are large ones until the kernels of their step are there.
+These are small calls, of which a step takes the host longer than the GPU: a backward in Python then loses more time
+than its kernels win (benchmarks/NOTES.md, "Calls"). And they are large ones until the kernels of their step are there.
 """
 
 from __future__ import annotations

@@ -93,10 +93,10 @@ def supply_kernel(spec: Declaration, device: torch.device, what: str, *, waits: 
 
 
 def is_missed(future: Future[Any]) -> bool:
-    """Whether a kernel that was asked for is still not there, or the decision about it, and no call should ask again."""
-    if not future.done():
-        return True
-    return isinstance(future, Wanted) and future.exception() is not None and not may_be_tried(future)
+    """Whether a kernel, or the decision about it, is still not there, and no call should ask for it again."""
+    if not isinstance(future, Wanted):
+        return not future.done()
+    return not future.ended or (future.exception() is not None and not may_be_tried(future))
 
 
 def may_be_tried(failed: Wanted) -> bool:

@@ -294,7 +294,7 @@ class Warm(portable.Portable):
             return None
         self.copied_operands += plan.copies
         self.served_by_pytorch += plan.by_pytorch
-        if isinstance(plan, Plan):
+        if type(plan) is Plan:
             shape = (*plan.d[0][:-1], rows.decision.problem.k)  # a.shape, with numbers that exist already
             self._weight(key, rows).plans[shape] = plan
         return results[0] if self._has_one_output else Outputs(self.outputs, results)

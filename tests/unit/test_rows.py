@@ -243,7 +243,7 @@ def test_pytorch_writes_given_outputs_at_new_rows(op, monkeypatch):
     del seen[:]
     # An output that lies in an input's memory, or otherwise than a new one, is checked.
     memory = matrix(11, K + N)
-    with pytest.raises(ValueError, match="overlap|memory"):
+    with pytest.raises(ValueError, match=r"overlap|memory"):
         op(memory[:, :K], W, BIAS, out=memory[:, K // 2 : K // 2 + N])
     apart = torch.empty(13, 2 * N, dtype=BF16)[:, :N]
     assert op(matrix(13, K), W, BIAS, out=apart) is apart
