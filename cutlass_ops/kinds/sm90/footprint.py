@@ -182,7 +182,7 @@ def _stage_scales(spec: KernelSpec, config: Sm90Config) -> int:
     tile = config.threadblock
     part = tile.n // 2 if config.side_by_side else tile.n
     count = tile.m // gcd(tile.m, WGMMA.m, rows) + tile.n // gcd(tile.n, part, columns)
-    return f32.bytes_of(round_up(count, 2))
+    return f32.bytes_of(round_up(count, 4))
 
 
 def _sm90(spec: KernelSpec) -> Sm90Config:

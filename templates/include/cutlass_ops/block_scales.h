@@ -72,13 +72,20 @@ struct BlockScales {
     using Rows = ScaledSide<kTileM, kBlockA, 64>;
     using Columns = ScaledSide<kTileN, kBlockB, kTileN / kAcross>;
     static constexpr int kColumns = kTileN / kAcross;  // of a warpgroup
-    // Columns come first, in pairs if each column has its own scale.
-    static constexpr int kOfStage = (Columns::kCount + Rows::kCount + 1) / 2 * 2;
-    // A few scales of columns wait in registers, as those of rows do. More are read when they are needed, from a stage that
-    // this warpgroup has not released.
+    // Columns come first: they are read two at once if each has its own scale, and otherwise four at once.
+    static constexpr int kOfStage = (Columns::kCount + Rows::kCount + 3) / 4 * 4;
+    // Scales of columns wait in registers, as those of rows do, unless each column has its own. Those are read when they are
+    // needed, from a stage that this warpgroup has not released. So are many of warpgroups side by side, whose sums and
+    // products leave fewer registers: 192x208 spills.
     static constexpr int kRuns = Columns::kBlock == 1 ? kColumns : kColumns / Columns::kRun;
+#ifdef CUTLASS_OPS_LATE  // benchmarks/bench_promoted.py: as it was before
     static constexpr bool kReadsLate = kRuns > 4;
-    static constexpr int kKept = kReadsLate ? 1 : kRuns;
+#else
+    static constexpr bool kReadsLate = Columns::kBlock == 1 || kRuns > (Columns::kCount == kRuns ? 16 : 4);
+#endif
+    // Shared memory is what limits products, and each read of it takes a clock, of one number or of four.
+    static constexpr bool kByFours = !kReadsLate && kRuns > 2 && Columns::kCount == kRuns;
+    static constexpr int kKept = kReadsLate ? 1 : kByFours ? (kRuns + 3) / 4 * 4 : kRuns;
 
     struct Storage {
       alignas(16) float values[kStages * kOfStage];
@@ -117,7 +124,10 @@ struct BlockScales {
       CUTLASS_DEVICE Sums(Storage const& storage, int thread)
           : values_(cute::cast_smem_ptr_to_uint(storage.values)),
             index_(Mma{}.get_slice(thread).partition_C(
-                cute::make_identity_tensor(cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{}))) {}
+                cute::make_identity_tensor(cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{}))) {
+        // Volatile, or else nvcc computes it again for each step, between two steps' products.
+        asm volatile("mov.b32 %0, %1;" : "=r"(first_row_) : "r"(int(cute::get<0>(at(0, 0, 0, 0))) / Rows::kRun * 4));
+      }
 
       // Reads the scales of a stage that has arrived. It comes before the products, so that no thread can be late.
       CUTLASS_DEVICE void begin(int stage) {
@@ -127,11 +137,14 @@ struct BlockScales {
           CUTLASS_PRAGMA_UNROLL
           for (int half = 0; half < 2; ++half) {
             // Both halves of 16 rows are in one block of 64.
-            int const row = cute::get<0>(at(0, Rows::kBlock == 1 ? half : 0, 0, m));
-            rows_[m][half] = read(Columns::kCount + row / Rows::kRun);
+            constexpr int kHalf = Rows::kBlock == 1 ? 8 : 0;
+            rows_[m][half] = read(Columns::kCount + (half * kHalf + m * 64 * kDown) / Rows::kRun, first_row_);
           }
         }
-        if constexpr (!kReadsLate) {
+        if constexpr (kByFours) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int run = 0; run < kRuns; run += 4) read_four(run);
+        } else if constexpr (!kReadsLate) {
           CUTLASS_PRAGMA_UNROLL
           for (int run = 0; run < kRuns; ++run) columns_[run] = read(first_run() + run);
         }
@@ -192,13 +205,21 @@ struct BlockScales {
       }
 
       // Volatile keeps it behind the wait for the stage.
-      CUTLASS_DEVICE float read(int entry) const {
+      CUTLASS_DEVICE float read(int entry, uint32_t bytes = 0) const {
         float found;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(stage_ + uint32_t(entry * int(sizeof(float)))));
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(stage_ + bytes + uint32_t(entry * int(sizeof(float)))));
         return found;
       }
 
-      uint32_t values_, stage_ = 0;
+      // What comes behind the last column's is not used.
+      CUTLASS_DEVICE void read_four(int run) {
+        float* const to = columns_ + run;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                     : "r"(stage_ + uint32_t(run * int(sizeof(float)))));
+      }
+
+      uint32_t values_, stage_ = 0, first_row_;
       Index index_;
       float rows_[kRowsAtOnce][2], columns_[kKept];
     };
