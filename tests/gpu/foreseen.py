@@ -34,7 +34,7 @@ from cutlass_ops.declare.gpus import gpu_named
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.operand import call
-from cutlass_ops.run import backward
+from cutlass_ops.run import backward, little
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))  # for the made-up device
 
@@ -124,6 +124,7 @@ def _one_stream() -> None:
     """Have streams, events and graphs without a GPU."""
     stand_ins = {"Stream": _Stream, "Event": _Stream, "CUDAGraph": _Graph, "graph": _graph}
     stand_ins |= {"stream": lambda _: contextlib.nullcontext(), "current_stream": lambda *_: _Stream()}
+    stand_ins["is_current_stream_capturing"] = lambda: bool(_capturing)
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = _Generator  # type: ignore[misc]
@@ -205,6 +206,7 @@ def _made_up(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, fake_device(patch, device) as fake, _OnCpu(computes=computes):
         patch.setattr(FakeDevice, "_kernel", lambda self, spec: _noted(make(self, spec), computes=computes))
         patch.setattr(backward, "has_kernels", lambda a: True)
+        patch.setattr(little, "on_gpu", lambda x: True)
         # As on a GPU, where PyTorch computes what has no elements.
         patch.setattr(call.Call, "is_reference", property(lambda made: 0 in made.problem))
         if computes:
