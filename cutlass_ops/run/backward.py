@@ -585,8 +585,8 @@ class Step:
 
 # Rows that are added up at first: in blocks, PyTorch adds without scratch memory.
 _BLOCK = 128
-# Elements of a tile for which the scratch memory does not matter.
-_LITTLE = 1 << 22
+# Elements of a tile for which the scratch memory does not matter: it takes 8 MiB.
+_LITTLE = 1 << 20
 
 
 def sum_of_rows(tile: Tensor, dtype: torch.dtype) -> Tensor:

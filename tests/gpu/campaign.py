@@ -6,9 +6,9 @@
 
 Before a file's first test, the kernels that it needs are listed without the GPU and compiled side by side
 (``foreseen.py``). The state has one JSON line for each part of a file that ran: {"file", "ran" (tests so far), "done",
-"passed", "failed", "skipped", "failures", "seconds", "status", "commit", "chip", "date", versions}. Files that are done
-at this commit on this GPU do not run again. A test that ends its process counts as failed, and the next piece goes on
-after it.
+"passed", "failed", "skipped", "failures": {test: the end of what it said}, "seconds", "status", "commit", "chip",
+"date", versions}. Files that are done at this commit on this GPU do not run again. A test that ends its process, or
+takes a minute longer than the piece, counts as failed, and the next piece goes on after it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _LEAST, _PATIENCE = 20.0, 60.0  # seconds that must be left for a file to begin, and that its last test may take longer
+_LINES, _CHARACTERS = 15, 1500  # the most that is kept of what a failed test said
+_UNFINISHED = "it did not end: it ended its process, or the time was over (status 124)"
 
 
 class Part:
@@ -36,7 +39,7 @@ class Part:
 
     def __init__(self, skipped: int, seconds: float, notes: Path) -> None:
         self.ran, self.ends, self.notes = skipped, time.monotonic() + seconds, notes
-        self.counts, self.failures, self.left = Counter[str](), list[str](), 0
+        self.counts, self.failures, self.left = Counter[str](), dict[str, str](), 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -46,12 +49,14 @@ class Part:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note which test runs, should it end the process."""
-        self._write([*self.failures, nodeid], failed=self.counts["failed"] + 1, ran=self.ran + 1)
+        unfinished = self.failures | {nodeid: _UNFINISHED}
+        self._write(unfinished, failed=self.counts["failed"] + 1, ran=self.ran + 1)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a result."""
         if report.failed:
-            self.failures.append(report.nodeid)
+            text = "\n".join(report.longreprtext.splitlines()[-_LINES:])
+            self.failures[report.nodeid] = text[-_CHARACTERS:]
         if report.failed or report.skipped or report.when == "call":
             self.counts[report.outcome] += 1
 
@@ -65,7 +70,7 @@ class Part:
             item.session.shouldstop = "the piece is over"
         return found
 
-    def _write(self, failures: list[str], **changed: int) -> None:
+    def _write(self, failures: dict[str, str], **changed: int) -> None:
         counts = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
         found = {"ran": self.ran, "done": not self.left, **counts, **changed, "failures": failures}
         self.notes.write_text(json.dumps(found))
@@ -106,7 +111,7 @@ def run(path: str, skipped: int, seconds: float, chip: str | None = None) -> dic
             status = subprocess.run(command, cwd=ROOT, timeout=left + _PATIENCE).returncode
         except subprocess.TimeoutExpired:
             status = 124
-        nothing = {"ran": skipped, "done": status in (0, 5), "passed": 0, "failed": 0, "skipped": 0, "failures": []}
+        nothing = {"ran": skipped, "done": status in (0, 5), "passed": 0, "failed": 0, "skipped": 0, "failures": {}}
         found = json.loads(notes.read_text()) if notes.exists() else nothing
     return {"file": path, **found, "status": status, "seconds": round(time.monotonic() - began, 1)}
 
@@ -126,14 +131,15 @@ def read(state: Path) -> list[dict[str, Any]]:
 
 
 def report(lines: Sequence[dict[str, Any]]) -> int:
-    """Print the sum of each file; return how many tests failed or files are not done."""
+    """Print the sum of each file, and why tests failed; return how many did, or how many files are not done."""
     bad = 0
     for path in dict.fromkeys(line["file"] for line in lines):
         mine = [line for line in lines if line["file"] == path]
         sums = {name: sum(line[name] for line in mine) for name in ("passed", "failed", "skipped", "seconds")}
         print(path, "done" if mine[-1]["done"] else f"to go on after {mine[-1]['ran']}", sums)
         for line in mine:
-            print(*(f"    failed: {name}\n" for name in line["failures"]), sep="", end="")
+            for name, text in line["failures"].items():
+                print(f"    failed: {name}", textwrap.indent(text, " " * 8), sep="\n")
         bad += sums["failed"] + (not mine[-1]["done"])
     return bad
 

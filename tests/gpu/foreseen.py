@@ -34,7 +34,7 @@ from cutlass_ops.declare.gpus import gpu_named
 from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.operand import call
-from cutlass_ops.run import backward
+from cutlass_ops.run import backward, little
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))  # for the made-up device
 
@@ -50,7 +50,12 @@ def pretend(device: Device) -> None:
     """Have PyTorch say, in this process, that there is one GPU. Nothing can be computed on it."""
     major, minor = device.capability
     properties = SimpleNamespace(
-        major=major, minor=minor, multi_processor_count=device.multiprocessors, name=device.name, total_memory=_MEMORY
+        major=major,
+        minor=minor,
+        multi_processor_count=device.multiprocessors,
+        name=device.name,
+        gcnArchName="",  # what PyTorch's compiler asks for
+        total_memory=_MEMORY,
     )
     answers = {
         "is_available": True,
@@ -119,9 +124,18 @@ def _one_stream() -> None:
     """Have streams, events and graphs without a GPU."""
     stand_ins = {"Stream": _Stream, "Event": _Stream, "CUDAGraph": _Graph, "graph": _graph}
     stand_ins |= {"stream": lambda _: contextlib.nullcontext(), "current_stream": lambda *_: _Stream()}
+    stand_ins["is_current_stream_capturing"] = lambda: bool(_capturing)
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = _Generator  # type: ignore[misc]
+    torch.autocast = _Autocast  # type: ignore[misc]
+
+
+class _Autocast(torch.autocast):
+    """Casts on the CPU, whatever device is asked for."""
+
+    def __init__(self, device_type: str, *given: Any, **named: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *given, **named)
 
 
 class _Generator(torch.Generator):
@@ -192,7 +206,12 @@ def _made_up(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, fake_device(patch, device) as fake, _OnCpu(computes=computes):
         patch.setattr(FakeDevice, "_kernel", lambda self, spec: _noted(make(self, spec), computes=computes))
         patch.setattr(backward, "has_kernels", lambda a: True)
-        if not computes:
+        patch.setattr(little, "on_gpu", lambda x: True)
+        # As on a GPU, where PyTorch computes what has no elements.
+        patch.setattr(call.Call, "is_reference", property(lambda made: 0 in made.problem))
+        if computes:
+            _let_compile(patch)
+        else:
             _let_all_pass(patch)
         yield
     if request.config.getoption("--foreseen") is not None:
@@ -220,6 +239,12 @@ def _noted(kernel: Any, *, computes: bool) -> Any:
     return kernel
 
 
+def _let_compile(patch: pytest.MonkeyPatch) -> None:
+    """Have PyTorch compile programs without gradients, for the CPU."""
+    patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8))
+    patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+
+
 def _let_all_pass(patch: pytest.MonkeyPatch) -> None:
     """Have no check of a result end a test before all of its kernels are noted."""
     from tests.gpu import cases, memory, oracle
@@ -233,6 +258,8 @@ def _let_all_pass(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(oracle, name, lambda *_, answer=answer, **__: answer)
     patch.setattr(memory.Placed, "assert_only", lambda *_, **__: None)
     patch.setattr(torch, "equal", lambda *_: True)
+    # A compiled program launches the kernels that its function does, and takes long to compile.
+    patch.setattr(torch, "compile", lambda function=None, **_: (lambda f: f) if function is None else function)
     patch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
 
 

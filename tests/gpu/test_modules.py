@@ -76,16 +76,33 @@ def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
 def test_pytorch_records_small_layers_and_kernels_serve_graphs(name, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "1")
     module, x = made(name, BF16, "cuda"), drawn(BF16, "cuda")
-    found = step(module, module, x)
+    recorded = []
+
+    def noted(x):
+        d = module(x)
+        recorded.append(records_of(d))
+        return d
+
+    found = step(noted, module, x)
     plain = step(lambda x: MODULES[name][1](module, x), module, x)
     require_equal(found, plain, "eager")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(module, module, x)
+        captured = step(noted, module, x)
     graph.replay()
-    assert not all(map(torch.equal, captured, plain))
-    for a, b in zip(captured, plain, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm()
+    # Who serves is asked of autograd: kernels without an activation may give PyTorch's very bits.
+    assert [bool(each) for each in recorded] == [False, True], recorded
+    for at, (a, b) in enumerate(zip(captured, plain, strict=True)):
+        assert (a - b).norm() <= 0.02 * b.norm(), (at, (a - b).norm() / b.norm())
+
+
+def records_of(d):
+    """Return the names of the nodes behind a result that are this library's."""
+    left, found = [d.grad_fn], []
+    for node in left:
+        found += [node.name()] if "_Recorded" in node.name() else []
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def require_equal(found, wanted, when):
@@ -139,8 +156,10 @@ def test_a_step_takes_no_more_memory_than_torch_compile_s(layer):
     found = bench.variants(layer, n, k, [], device="cuda", dtype=BF16)
     compiled = torch.compile(lambda x: found.plain(found.module, x), dynamic=False, fullgraph=True)
     parameters, given = list(found.module.parameters()), bench.operands(layer, m, n, k, "cuda")
+    # By kernels, as in a graph: outside of tests, PyTorch serves a layer as small as this one, and keeps more.
     ours, theirs = (bench.peak_mib(each, parameters, *given) for each in (found.module, compiled))
-    assert ours <= theirs + 0.1, (ours, theirs)  # each is rounded
+    tiles = {name: 2 * a * b / 2**20 for name, a, b in (("behind the first", m, n), ("x", m, k), ("a weight", n, k))}
+    assert ours <= theirs + 0.1, f"{ours} for {theirs} MiB; tiles have {tiles} MiB"  # each is rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])

@@ -83,6 +83,8 @@ def several(acc, bias: co.Row):
 
 WHYS = [
     "warmed up",
+    "the variable",
+    "deterministic",
     "large",
     "no gradients",
     "recomputed",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import composed
@@ -73,6 +74,28 @@ def test_a_sum_of_rows(rows, stride):
     found = backward.sum_of_rows(tile, torch.float32)
     assert (found.dtype, found.shape) == (torch.float32, (24,))
     torch.testing.assert_close(found.double(), tile.double().sum(0), rtol=0, atol=2**-22 * max(rows, 1))
+
+
+class _Sums(TorchFunctionMode):
+    """Notes how many elements are added up, and how many make one sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        d = func(*args, **(kwargs or {}))
+        if func.__name__ == "sum":
+            self.found.append((args[0].numel(), args[0].numel() // d.numel()))
+        return d
+
+
+def test_a_sum_of_many_rows_takes_little_scratch_memory():
+    # PyTorch's takes 16 bytes of a GPU for each element of a tile, once it adds up more than a block of rows does.
+    for m, n in ((8192, 512), (2048, 1024), (1024, 1024), (300, 64)):
+        with _Sums() as sums:
+            backward.sum_of_rows(torch.zeros(m, n, dtype=BF16), torch.float32)
+        assert all(8 * size <= 8 << 20 for size, rows in sums.found if rows > 128), (m, n, sums.found)
 
 
 @pytest.mark.parametrize("chained", [False, True])

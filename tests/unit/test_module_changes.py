@@ -275,6 +275,20 @@ def test_what_is_folded_is_not_of_a_tracer_nor_of_weights_before(kind):
     )
 
 
+class Named(torch.Tensor):
+    """A tensor whose class changes nothing."""
+
+
+@pytest.mark.slow
+def test_modules_compile_with_a_weight_whose_class_changes_nothing():
+    torch._dynamo.reset()
+    made, (x, residual) = co.nn.MLP(K, HIDDEN, dtype=BF16), drawn()
+    wanted = made(x, residual=residual)
+    made.fc1.weight = nn.Parameter(made.fc1.weight.data.as_subclass(Named))
+    for each in (made, torch.compile(made, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(each(x, residual=residual).as_subclass(torch.Tensor), wanted)
+
+
 @pytest.mark.slow
 def test_compiled_modules_notice_what_changes():
     torch._dynamo.reset()

@@ -94,7 +94,7 @@ for s in (torch.tensor([3.0], device="cuda"), torch.tensor([[3.0]], device="cuda
 # No tokens.
 e = co.Scaled.quantize(torch.empty(0, 256, device="cuda", dtype=bf), "e4m3", block=None)
 b = torch.randn(48, 256, device="cuda").to(e4)
-say(tuple(co.gemm(co.Scaled(e.d, e.d_scale), co.Scaled(b.t(), 1.0)).shape) == (0, 48), "ao#1352 no rows")
+say(tuple(co.gemm(co.Scaled(e.values, e.scale), co.Scaled(b.t(), 1.0)).shape) == (0, 48), "ao#1352 no rows")
 state = co.nn.Fp8State(device="cuda")
 state.record(torch.tensor([3.0], device="cuda"))
 state.step()

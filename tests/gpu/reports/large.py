@@ -28,8 +28,8 @@ q = co.Scaled.quantize(a, "e4m3")
 for at in (0, 174_700, m - 256):
     r = co.Scaled.quantize(a[at : at + 256].clone(), "e4m3")
     say(
-        torch.equal(q.d[at : at + 256].view(torch.uint8), r.d.view(torch.uint8))
-        and torch.equal(q.d_scale[at : at + 256], r.d_scale),
+        torch.equal(q.values[at : at + 256].view(torch.uint8), r.values.view(torch.uint8))
+        and torch.equal(q.scale[at : at + 256], r.scale),
         "quantize, row",
         at,
     )
