@@ -585,7 +585,7 @@ class Step:
 
 # Rows that are added up at first: in blocks, PyTorch adds without scratch memory.
 _BLOCK = 128
-# Elements of a tile for which the scratch memory does not matter: it takes 8 MiB.
+# Elements of a tile for which the scratch memory, 8 MiB, does not matter.
 _LITTLE = 1 << 20
 
 

