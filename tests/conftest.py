@@ -114,4 +114,7 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if item.get_closest_marker("gpu"):  # the keywords have names of folders as well
+            # Pytest looks only for the fixtures of tests that run.
+            unknown = set(item.fixturenames) - {*item._fixtureinfo.name2fixturedefs, "request"}
+            assert not unknown, f"{item.nodeid} uses unknown fixtures: {', '.join(unknown)}"
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -27,6 +27,13 @@ def _nothing_in_the_background(request, monkeypatch):
         monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
 
 
+@pytest.fixture
+def hopper():
+    from tests.gpu import tensors
+
+    tensors.require_hopper()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
