@@ -229,7 +229,8 @@ def merged(paths: list[Path]) -> dict[str, Any]:
                 raise SystemExit(f"{row['scenario']} of {path} is in another result too: merge one of them")
             rows[row["scenario"]] = row
         heads.append(result)
-        differs = {key for key in heads[0] | result if key != "date" and heads[0].get(key) != result.get(key)}
+        same = (heads[0].keys() | result.keys()) - {"date", "state"}
+        differs = {key for key in same if heads[0].get(key) != result.get(key)}
         if differs:
             raise SystemExit(f"{path} and {paths[0]} differ in {', '.join(sorted(differs))}: measure one again")
     known = [name for name in SCENARIOS if name in rows]

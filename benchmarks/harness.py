@@ -197,9 +197,27 @@ def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, A
     return rows
 
 
+# What nvidia-smi says of the card when a result is written: MHz, watts, degrees Celsius.
+_STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
+
+def state() -> dict[str, float] | None:
+    """Return the clocks, power and temperature of this process's GPU now; None without nvidia-smi or a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(_STATE)}", "--format=csv,noheader,nounits"]
+    try:
+        status, said = programs.ask(query, 30.0)
+        return dict(zip(_STATE, map(float, said.split(",")), strict=True)) if status == 0 else None
+    except (OSError, ValueError):
+        return None
+
+
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, one row per line, for readable diffs."""
+    """Write a result, one row per line, for readable diffs, with the commit and the card's state."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: value for key, value in result.items() if key != "rows"}
+    head |= {"commit": head.get("commit") or commit(), "state": head.get("state") or state()}
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
     path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n')
