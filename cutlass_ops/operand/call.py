@@ -75,7 +75,7 @@ class Call(NamedTuple):
     def results(self) -> list[Tensor]:
         """Return the outputs as the caller sees them."""
         return [
-            given if given is not None else _shaped(flat, self.arguments.output_shape(output))
+            given if given is not None else shaped(flat, self.arguments.output_shape(output))
             for output, given, flat in zip(self.graph.outputs, self.given, self.outputs, strict=True)
         ]
 
@@ -173,7 +173,7 @@ class Call(NamedTuple):
         return batches.why_apart(self.graph) if self.arguments.form == BATCHED else None
 
 
-def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
+def shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a new tensor in another shape, but not a view: autograd lets nobody change a view in place."""
     return flat if sizes.same(flat.shape, shape) else torch.ops.aten._unsafe_view(flat, shape)
 

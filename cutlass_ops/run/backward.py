@@ -166,11 +166,6 @@ def saved_of(ctx: Any) -> list[Tensor]:
     return saved
 
 
-def has_hooks() -> bool:
-    """Whether what is saved now passes through hooks, which may keep it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def is_spent() -> bool:
     """Whether only the running backward needs what was saved: a retained graph may have another backward."""
     return not (torch._C._autograd._get_current_graph_task_keep_graph() or watching.is_watched())

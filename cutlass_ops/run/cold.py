@@ -76,13 +76,13 @@ class Rows:
         rows = math.prod(batch)
         if not batch or shape[-1] != problem.k or not rows:
             return None
+        if self.decision.signature.form == GROUPED and len(batch) != 1:
+            return None
         awaited = self.awaited.get(rows)
         if awaited is not None and supply.is_missed(awaited) and supply.serves_again():
             note(awaited)
             return self.meanwhile
         if self.decision.signature.form == GROUPED:
-            if len(batch) != 1:
-                return None
             problem = groups.typical(rows, problem.n, problem.k, problem.count)
         else:
             problem = problem._replace(m=rows)
@@ -170,18 +170,18 @@ def _decided_meanwhile(signature: OpSignature, device: Device, call: Call, where
     problem = call.chosen_for
 
     def decide() -> None:
-        decision = None
         try:
             decision = dispatch.decide(signature, device, problem)
+            if decision is None or decision.peer is not None or Registry.current().has(decision.spec):
+                done.set_result(None)  # the next call has the decision, or the error
+                return
+            supply.need(decision.spec, where).add_done_callback(lambda _: done.set_result(None))
         except UnsupportedError:
-            pass
+            done.set_result(None)
+            return
         except BaseException as exc:
             done.set_exception(exc)
             raise
-        if decision is None or decision.peer is not None or Registry.current().has(decision.spec):
-            done.set_result(None)  # the next call has the decision, or the error
-            return
-        supply.need(decision.spec, where).add_done_callback(lambda _: done.set_result(None))
         supply.supply_others(decision, where)
 
     Background.current().soon(decide)

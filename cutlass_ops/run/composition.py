@@ -74,6 +74,7 @@ class Composition:
         # Whether D is a value as it is: nothing is left to do for it, usually.
         self.is_one_value = not others and d.kind is Kind.TILE and d.reduction is None
         self.is_one_value &= quantized_dtype(graph) is None and d.node == self.steps[-1][0]
+        self.is_one_value &= graph.nodes[d.node].op != "input"
 
     @classmethod
     def of(cls, call: Call) -> Composition:
@@ -106,14 +107,16 @@ class Composition:
             d = found["d"].float()
             scaled, scale = reference.quantized(d.flatten(0, -2), to)
             found["d"], found[D_SCALE] = scaled.view(d.shape), scale.view(*d.shape[:-1], scale.shape[-1])
-        results = []
+        results: list[Tensor] = []
         for output, dtype in zip(self.graph.outputs, self.dtypes, strict=True):
             x = reference.rounded(found[output.name], dtype)
             if output.kind is not Kind.TILE or not x.is_contiguous():
                 strides = new_strides(output.kind, x.shape)
                 if x.stride() != strides:
                     x = torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
-            results.append(x)
+            # A kernel gives each result memory of its own.
+            others = (a, b, *inputs, *results)
+            results.append(x.clone() if any(isinstance(y, Tensor) and _overlap(x, y) for y in others) else x)
         return tuple(results)
 
     def _output(self, output: Output, of: Operands, value: Value) -> Tensor:
@@ -248,6 +251,10 @@ class Composition:
         node = graph.nodes[eps.pop()]
         is_number = node.op == "const" or (node.op == "input" and str(node.attr) in self.numbers)
         return _Norm(normed, node) if is_number else None
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 _made = functools.lru_cache(maxsize=1024)(Composition)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.compilation.background import Wanted
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.operand.call import Call
+from cutlass_ops.operand.call import Call, shaped
 from cutlass_ops.operand.operands import shape_of
 from cutlass_ops.run import supply
 from cutlass_ops.run.composition import Composition
+from cutlass_ops.run.gathering import note
 from cutlass_ops.run.plan import AnyPlan, Given
 
 _Layout: TypeAlias = tuple[Any, ...] | None
@@ -45,12 +48,17 @@ class Fallback(AnyPlan):
 
 
 def by_pytorch(
-    call: Call, a: Tensor, b: Tensor, inputs: Sequence[Any], failed: Wanted | None = None
+    call: Call,
+    a: Tensor,
+    b: Tensor,
+    inputs: Sequence[Any],
+    awaited: Future[Any] | None = None,
+    failed: Wanted | None = None,
 ) -> Fallback | None:
     """Plan that PyTorch serves calls like a checked one with these arguments (:mod:`.composition`).
 
-    `failed` is the kernel, if it cannot be had: a later call tries again. Returns None if each such call needs its own
-    checks.
+    `awaited` is done when the kernel is there. `failed` is the kernel, if it cannot be had: a later call tries again.
+    Returns None if each such call needs its own checks.
     """
     arguments, compute = call.arguments, Composition.of(call)
     checked = (arguments.a, arguments.b, *arguments.inputs.values())
@@ -64,11 +72,14 @@ def by_pytorch(
             return None
         if not supply.serves_again() or (failed is not None and supply.may_be_tried(failed)):
             return None
+        missed = awaited or failed
+        if missed is not None:
+            note(missed)
         a, b, *flat = [
             x if view is None else x.as_strided(*view, x.storage_offset())
             for x, view in zip((a, b, *inputs), views, strict=True)
         ]
-        return tuple(x.view(shape) for x, shape in zip(compute(a, b, flat), shapes, strict=True))
+        return tuple(map(shaped, compute(a, b, flat), shapes))
 
     return Fallback(run, tuple(map(_laid_out, (a, b, *inputs))), by_pytorch=1)
 
@@ -90,9 +101,20 @@ class _Like(NamedTuple):
         if self.own is None:
             return x if x.shape == self.shape and x.stride() == self.strides else None
         rows = 1 + len(self.own)
-        if x.shape != (*batch, *self.own) or (self.strides[-1] == 1 != x.stride(-1) and self.own):
+        if x.shape != (*batch, *self.own):
             return None
-        return x if x.ndim == rows else x.view(-1, *self.own) if x.is_contiguous() else None
+        if x.ndim > rows:
+            return x.view(-1, *self.own) if x.is_contiguous() else None
+        return x if len(x) == 1 or self._lies_alike(x) else None
+
+    def _lies_alike(self, x: Tensor) -> bool:
+        """Whether a kernel for the checked argument reads x, too: no value twice, and from lines as aligned."""
+        if not self.own:
+            return x.stride(0) == 1
+        inner, outer = (1, 0) if self.strides[1] == 1 else (0, 1)
+        line = x.stride(outer)
+        aligned = (x.data_ptr() | line * x.element_size()) % arch.TMA_ALIGNMENT_BYTES == 0
+        return x.stride(inner) == 1 and line >= x.shape[inner] and aligned
 
 
 _FOLLOW_ROWS = (Kind.TILE, Kind.COL, Kind.BLOCKS_A)
@@ -138,10 +160,12 @@ class AtAnyRows(AnyPlan):
                 return None
             flat.append(read)
         shapes = [shape_of(kind, batch, self.n) for kind in self.kinds]
-        if given is not None and not _can_be_written(given, shapes, (a, b, *inputs), device):
+        # In the caller's tensors, rows of no group stay as they are.
+        if given is not None and (
+            self.compute.form == GROUPED or not _can_be_written(given, shapes, (a, b, *inputs), device)
+        ):
             return None
-        found = self.compute(flat[0], flat[1], flat[2:])
-        results = [x if x.shape == shape else x.view(shape) for x, shape in zip(found, shapes, strict=True)]
+        results = list(map(shaped, self.compute(flat[0], flat[1], flat[2:]), shapes))
         if given is None:
             return tuple(results)
         return tuple(x if to is None else to.copy_(x) for x, to in zip(results, given, strict=True))

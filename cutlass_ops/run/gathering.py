@@ -45,7 +45,8 @@ _MOST_STEPS = 4096
 
 
 class _Running(threading.local):
-    steps: tuple[Missed, ...] = ()
+    steps: tuple[Missed, ...] = ()  # to which calls belong now
+    following: tuple[Missed, ...] = ()  # to which the next recorded call belongs
 
 
 _RUNNING = _Running()
@@ -72,24 +73,24 @@ def awaits(step: Hashable) -> bool:
             return True
         found.clear()
     # A layer asks, and then each of its ops.
-    _RUNNING.steps = (*_RUNNING.steps[-1:], found)
+    _RUNNING.following = (*_RUNNING.following[-1:], found)
     return False
 
 
 def took() -> tuple[Missed, ...]:
-    """Return the steps to which the call belongs that was just recorded."""
-    steps, _RUNNING.steps = _RUNNING.steps, ()
+    """Return the steps to which the call belongs that is recorded now."""
+    steps, _RUNNING.following = _RUNNING.following, ()
     return steps
 
 
 @contextlib.contextmanager
-def resumed(steps: tuple[Missed, ...]) -> Iterator[None]:
+def steps(of: tuple[Missed, ...]) -> Iterator[None]:
     """Context in which this thread's calls belong to these steps."""
-    _RUNNING.steps = steps
+    before, _RUNNING.steps = _RUNNING.steps, of
     try:
         yield
     finally:
-        _RUNNING.steps = ()
+        _RUNNING.steps = before
 
 
 def note(future: Future[Any]) -> None:

@@ -31,12 +31,12 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def is_recorded_by_pytorch(x: Tensor, *weights: Tensor) -> bool:
+def is_recorded_by_pytorch(x: Tensor, *weights: Tensor, of: object = None) -> bool:
     """Whether PyTorch's operators compute products of x (..., K) and matrices, and autograd records these.
 
     They do in steps that take the host longer than the GPU, and as long as kernels of a step are missed. A graph has no
     host, and a compiled program little of it. Only a kernel adds to ``main_grad``. A region that is warmed up may be
-    captured later.
+    captured later. `of` says which of several ops with such matrices it is.
     """
     if not on_gpu(x) or not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
@@ -53,7 +53,16 @@ def is_recorded_by_pytorch(x: Tensor, *weights: Tensor) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    return largest <= LITTLE or awaits((rows, x.dtype, x.requires_grad, *[(w.shape, w.requires_grad) for w in weights]))
+    if largest <= LITTLE:
+        return True
+    # A checkpoint records twice, and must save the same each time, whatever came meanwhile.
+    step = of, rows, x.dtype, x.requires_grad, *[(w.shape, w.requires_grad) for w in weights]
+    return not has_saving_hooks() and awaits(step)
+
+
+def has_saving_hooks() -> bool:
+    """Whether what autograd saves now passes through hooks, which may keep it, or compute it again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Plain:
@@ -63,22 +72,21 @@ class Plain:
 
     def __init__(self, called: Portable, out_dtype: torch.dtype | None) -> None:
         self.called, self.out_dtype = called, out_dtype
-        # By the shapes and devices of a call: what computes it; None if kernels must.
+        # By the shapes, dtypes and devices of a call: what computes it, and the shapes that it takes.
         self._known: dict[Any, Any] = {}
 
-    def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """Return the results as autograd records them; None if a kernel must serve. Raises the errors of the op."""
-        key = tuple([(x.shape, x.get_device()) for x in (a, b, *inputs)])
+    def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the results as autograd records them. Raises the errors of the op."""
+        key = tuple([(x.shape, x.dtype, x.get_device()) for x in (a, b, *inputs)])
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = self._made(a, b, inputs)
-        found = self._known[key]
-        if found is None:
-            return None
+        compute, shapes = self._known[key]
         self.called.served_by_pytorch += 1  # type: ignore[attr-defined]
-        results: tuple[Tensor, ...] = found(a, b, inputs)
-        return results
+        flat = [x if shape is None else x.reshape(shape) for x, shape in zip((a, b, *inputs), shapes, strict=True)]
+        (d,) = compute(flat[0], flat[1], flat[2:])
+        return (d if a.ndim == 2 else d.reshape(*a.shape[:-1], d.shape[-1]),)
 
     def _made(self, a: Tensor, b: Tensor, inputs: Sequence[Tensor]) -> Any:
         from cutlass_ops.run.composition import Composition  # late: few calls need it
@@ -86,7 +94,7 @@ class Plain:
         call = self.called.checked_call(a, b, inputs, None, self.out_dtype)  # type: ignore[attr-defined]
         read = call.arguments
         as_given = zip((read.a, read.b, *read.inputs.values()), (a, b, *inputs), strict=True)
-        return Composition.of(call) if all(x.shape == y.shape for x, y in as_given) else None
+        return Composition.of(call), [None if x.shape == y.shape else x.shape for x, y in as_given]
 
 
 def plain(called: Portable, out_dtype: torch.dtype | None, a: Tensor) -> Plain | None:
@@ -94,5 +102,7 @@ def plain(called: Portable, out_dtype: torch.dtype | None, a: Tensor) -> Plain |
     graph = called.graph
     usual = called.form is DENSE and len(graph.outputs) == 1 and all(i.kind in _KINDS for i in graph.inputs)
     if not usual or graph.gathered or graph.knows_places or a.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if out_dtype is not None and out_dtype != a.dtype:  # PyTorch's product with another dtype has no derivative
         return None
     return Plain(called, out_dtype) if hasattr(called, "checked_call") else None

@@ -294,7 +294,7 @@ class Op(Warm):
 
         composition.run(call)
         self.served_by_pytorch += 1
-        plan = fallbacks.by_pytorch(call, a, b, inputs, found.failed)
+        plan = fallbacks.by_pytorch(call, a, b, inputs, found.awaited, found.failed)
         if plan is not None:
             self._remember(plan, call, a, b, out_dtype, found.rows, found.awaited)
         return self.wrap(call)

@@ -26,7 +26,6 @@ from cutlass_ops.run.backward import (
     Forward,
     added,
     asked_of,
-    has_hooks,
     is_spent,
     main_grad,
     refuse_main_grads,
@@ -34,7 +33,7 @@ from cutlass_ops.run.backward import (
     step_of,
     wanted,
 )
-from cutlass_ops.run.little import Plain, is_recorded_by_pytorch
+from cutlass_ops.run.little import Plain, has_saving_hooks, is_recorded_by_pytorch
 from cutlass_ops.run.portable import Portable
 from cutlass_ops.run.tape import Tapes
 
@@ -189,10 +188,9 @@ class OpRecorder(Recorder):
 
     def __call__(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the results of a call of this kind, as autograd records them."""
-        if self.plain is not None and is_recorded_by_pytorch(a, b):
-            results = self.plain(a, b, inputs)
-            if results is not None:
-                return results
+        if self.plain is not None and is_recorded_by_pytorch(a, b, of=self):
+            gathering.took()  # a layer that asked has no other call
+            return self.plain(a, b, inputs)
         numbers: tuple[float, ...] = ()
         if self.places:
             numbers = tuple([inputs[at] for at in self.places])
@@ -239,14 +237,15 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recorder, numbers, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        ctx.recorder, ctx.numbers, ctx.hooked = recorder, numbers, has_hooks()
-        # An empty context takes as long as the rest.
-        if casting.any_autocast():
-            with casting.without_autocast(tensors[0].device):
-                results, kept = recorder.run(tensors, numbers)
-        else:
-            results, kept = recorder.run(tensors, numbers)
+        ctx.recorder, ctx.numbers, ctx.hooked = recorder, numbers, has_saving_hooks()
         ctx.steps = gathering.took()
+        with gathering.steps(ctx.steps):
+            # An empty context takes as long as the rest.
+            if casting.any_autocast():
+                with casting.without_autocast(tensors[0].device):
+                    results, kept = recorder.run(tensors, numbers)
+            else:
+                results, kept = recorder.run(tensors, numbers)
         ctx.into = {}
         for at, name in recorder.matrices:
             if tensors[at].requires_grad and (into := main_grad(name, tensors[at])) is not None:
@@ -283,7 +282,7 @@ class _Recorded(torch.autograd.Function):
         tensors += into.values()
         del grads, given
         compute = functools.partial(recorder.backward, asked)
-        with gathering.resumed(ctx.steps):
+        with gathering.steps(ctx.steps):
             if casting.any_autocast():
                 with casting.without_autocast(tensors[0].device):
                     return None, None, *recorder.tapes.run(asked, compute, tensors)

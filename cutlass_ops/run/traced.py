@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -276,10 +275,12 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
 
 def late(module: str, name: str) -> Callable[..., Any]:
     """Return a function whose module is imported at its first call: most programs need no gradients, for example."""
-    path = f"cutlass_ops.run.{module}"
+    found: list[Callable[..., Any]] = []
 
     def function(*arguments: Any) -> Any:
-        return getattr(sys.modules.get(path) or importlib.import_module(path), name)(*arguments)
+        if not found:  # another thread may be importing it: the import waits for that
+            found.append(getattr(importlib.import_module(f"cutlass_ops.run.{module}"), name))
+        return found[0](*arguments)
 
     return function
 

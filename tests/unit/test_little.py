@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from fake_device import Everything, fake_device
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
 from cutlass_ops.base.errors import ToolchainError
@@ -218,9 +219,92 @@ def test_a_kernel_that_cannot_be_had_leaves_its_step_to_pytorch(device):
 
 
 def test_steps_do_not_mix(device):
-    x, w = leaf(M, K), leaf(HIDDEN, K)
+    x, w, bias = leaf(M, K), leaf(HIDDEN, K), leaf(HIDDEN)
     co.gemm(x, w.t())  # recorded; its backward never runs
     with torch.no_grad():
         co.gemm(leaf(5, K), leaf(2 * HIDDEN, K).t())
     arrive(device, [next(iter(device.wanted))])
     assert is_ours(co.gemm(x, w.t()))
+    # Neither that of a call that fails, with what follows it, nor that of another op with such matrices.
+    with pytest.raises(ValueError, match="bias has shape"):
+        co.gemm_bias(x, w.t(), bias[:-1])
+    with torch.no_grad():
+        co.gemm(leaf(7, K), leaf(3 * HIDDEN, K).t())
+    co.gemm_bias_gelu(x, w.t(), bias)
+    assert is_ours(co.gemm_bias(x, w.t(), bias))
+    assert is_ours(co.gemm(x, w.t()))
+
+
+def test_kernels_that_calls_without_gradients_asked_for_count(device):
+    x, w = leaf(M, K), leaf(HIDDEN, K)
+    with torch.no_grad():
+        for _ in range(2):
+            co.gemm(x, w.t())
+    forward = list(device.wanted)
+
+    def step():
+        d = co.gemm(x, w.t())
+        d.backward(torch.ones_like(d))
+        return d
+
+    step()
+    arrive(device, [spec for spec in device.wanted if spec not in forward])
+    assert not is_ours(step())
+    arrive(device, forward)
+    assert is_ours(step())
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("name", ["op", *LAYERS])
+def test_a_checkpoint_records_alike_both_times(device, name, arrives):
+    """All extents are equal, so that PyTorch would not notice tensors that are saved in another order."""
+    side = 32
+    makes = {
+        "op": lambda: lambda x, w=leaf(side, side): co.gemm(x, w.t()),
+        "linear": lambda: co.nn.Linear(side, side, dtype=BF16),
+        "mlp": lambda: co.nn.MLP(side, side, dtype=BF16),
+        "gated": lambda: co.nn.GatedMLP(side, side, dtype=BF16),
+        "rmsnorm": lambda: co.nn.RMSNormLinear(side, side, dtype=BF16),
+    }
+    layer, x, g = makes[name](), leaf(side, side), torch.randn(side, side).to(BF16)
+    little.LITTLE = 1 << 35
+    (wanted,) = torch.autograd.grad(layer(x), x, g)
+    little.LITTLE = -1
+    for _ in range(3):
+        d = checkpoint(layer, x, use_reentrant=False)
+        if arrives:
+            arrive(device, list(device.wanted))
+        (found,) = torch.autograd.grad(d, x, g)
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_pytorch_records_batches_of_rows(device):
+    x, w, bias, residual = leaf(2, 3, K), leaf(HIDDEN, K), leaf(HIDDEN), leaf(2, 3, HIDDEN)
+
+    @co.epilogue
+    def added(acc, bias: co.Row, residual: co.Tile):
+        return co.e.relu(acc + bias) + residual
+
+    def step():
+        d = co.gemm(x, w.t(), epilogue=added, bias=bias, residual=residual)
+        return d, torch.autograd.grad(d, [x, w, bias, residual], torch.ones_like(d))
+
+    (first, before), (d, gradients) = step(), step()
+    assert is_ours(first)
+    assert not is_ours(d)
+    for found, wanted in zip((first, *before), (d, *gradients), strict=True):
+        assert found.shape == wanted.shape
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_kernels_record_results_in_another_dtype():
+    """PyTorch's product with another dtype has no derivative."""
+    d = co.gemm(leaf(M, K), leaf(HIDDEN, K).t(), out_dtype=torch.float32)
+    assert is_ours(d)
+
+
+def test_dtypes_of_a_small_call_are_checked_each_time():
+    x, w = leaf(M, K), leaf(HIDDEN, K)
+    co.gemm(x, w.t())
+    with pytest.raises(TypeError, match="must have the same dtype"):
+        co.gemm(x, w.detach().half().t())

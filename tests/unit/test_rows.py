@@ -220,6 +220,7 @@ def test_what_pytorch_may_compute_otherwise_is_checked_at_new_rows(op, monkeypat
         (matrix(9, K), W.contiguous(), BIAS),
         (matrix(9, K), W, BIAS.to(BF16)),
         (matrix(2, 9, 2 * K)[..., :K], W, BIAS),
+        (matrix(9, K + 1)[:, :K], W, BIAS),  # lines at other addresses
     ]
     for at, (a, w, bias) in enumerate(others):
         found = op(a, w, bias)
@@ -269,3 +270,63 @@ def test_calls_at_new_rows_wait_where_pytorch_must_not_serve(op, missing, monkey
     monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
     op(matrix(300, K), W, BIAS)
     assert missing.launches[-1].outputs[0].shape == (300, N)
+
+
+def test_pytorch_reads_no_layout_at_new_rows_that_kernels_refuse(missing):
+    @co.epilogue
+    def scaled(acc, scale: co.Col, residual: co.Tile):
+        return acc * scale + residual
+
+    op = ops.Op("scaled", scaled)
+    for _ in range(2):
+        for m in (8, 16):
+            op(matrix(m, K), W, torch.rand(m), matrix(m, N))
+    a, scale, residual = matrix(9, K), torch.rand(9), matrix(9, N)
+    for wrong, name in [
+        ((matrix(1, K).expand(9, K), scale, residual), "a"),
+        ((matrix(9 * K).as_strided((9, K), (8, 1)), scale, residual), "a"),
+        ((a, torch.rand(18)[::2], residual), "scale"),
+        ((a, scale, matrix(9 * N).as_strided((9, N), (8, 1))), "residual"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{name} has .*stride"):
+            op(wrong[0], W, *wrong[1:])
+    before = op.copied_inputs
+    op(a, W, torch.rand(1).expand(9), residual)
+    assert op.copied_inputs == before + 1
+
+
+def test_pytorch_serves_groups_at_new_rows_as_a_checked_call_does(missing):
+    w = torch.randn(3, N, K).to(BF16).mT
+
+    def call(a, *ends, **out):
+        return co.gemm(a, w, groups=co.Groups(torch.tensor(ends, dtype=torch.int32)), **out)
+
+    for _ in range(2):
+        for m in (64, 96):
+            call(matrix(m, K), 10, 20, m)
+    out = torch.full((72, N), 7.0, dtype=BF16)
+    assert call(matrix(72, K), 10, 20, 30, out=out) is out
+    assert (out[30:] == 7).all()  # rows of no group
+    assert (out[:30] != 7).all()
+    call(matrix(40, K), 10, 20, 40)
+    with pytest.raises(ValueError, match=r"a must be \(T, K\)"):
+        call(matrix(4, 10, K), 10, 20, 40)
+
+
+@pytest.mark.parametrize("batch", [(9,), (3, 3)])
+def test_results_of_pytorch_are_no_views_and_share_no_memory(missing, batch):
+    @co.epilogue
+    def again(acc, residual: co.Tile):
+        return {"d": acc + residual, "same": acc + residual, "given": residual}
+
+    op = ops.Op("again", again)
+    for _ in range(2):
+        for m in (8, 16):
+            op(matrix(m, K), W, matrix(m, N))
+    residual = matrix(*batch, N)
+    for _ in range(2):
+        results = op(matrix(*batch, K), W, residual)
+        memory = {x.untyped_storage().data_ptr() for x in (*results, residual)}
+        assert len(memory) == 4
+        assert torch.equal(results.given, residual)
+        assert not any(x._is_view() for x in results)
