@@ -259,8 +259,9 @@ def test_kernels_that_calls_without_gradients_asked_for_count(device):
 def test_a_checkpoint_records_alike_both_times(device, name, arrives):
     """All extents are equal, so that PyTorch would not notice tensors that are saved in another order."""
     side = 32
+    w = leaf(side, side)
     makes = {
-        "op": lambda: lambda x, w=leaf(side, side): co.gemm(x, w.t()),
+        "op": lambda: lambda x: co.gemm(x, w.t()),
         "linear": lambda: co.nn.Linear(side, side, dtype=BF16),
         "mlp": lambda: co.nn.MLP(side, side, dtype=BF16),
         "gated": lambda: co.nn.GatedMLP(side, side, dtype=BF16),
