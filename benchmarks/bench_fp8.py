@@ -2,6 +2,7 @@
 
     python benchmarks/bench_fp8.py --out benchmarks/results/fp8_h100.json
     python benchmarks/bench_fp8.py --scales blocks --rows 1 16 64 128 512 1024 4096 8192 --out /tmp/blocks.json
+    python benchmarks/bench_fp8.py --scales blocks --problems 4096x7168x5120,16384 512x10240x8192 --out /tmp/large.json
     python benchmarks/bench_fp8.py --resume /tmp/blocks.json --out /tmp/all.json    # only missing rows
 
 Scales: one of each tensor ("tensor"), one for each row of A and column of B ("rows"), 1x128 blocks of A with 128x128
@@ -44,6 +45,7 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.base.mma import BLOCK_K, Math
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spelling import problems_of
 from cutlass_ops.operand import reference
 from cutlass_ops.run import requests
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -330,6 +332,7 @@ def main() -> None:
     parser.add_argument("--sums", nargs="+", default=list(SUMS), choices=SUMS)
     parser.add_argument("--peers", nargs="+", default=["scaled_mm", "scaled_mm_fast", "recipes", "deep_gemm"])
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
+    parser.add_argument("--problems", nargs="+", type=problems_of, help="these instead, such as 512x10240x8192")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
@@ -338,7 +341,8 @@ def main() -> None:
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["scales"], r["sums"], r["m"], r["n"], r["k"]) for r in rows}
     ways = [(scales, sums) for scales in args.scales for sums in sums_of(scales) if sums in args.sums]
-    every = [(*way, problem) for way, problem in product(ways, problems(args.rows))]
+    asked = [problem.extents for each in args.problems for problem in each] if args.problems else problems(args.rows)
+    every = [(*way, problem) for way, problem in product(ways, asked)]
     cases = [case for case in every if (*case[:2], *case[2]) not in done]
     build_ahead(cases)
     blocks = [problem for scales, _, problem in cases if scales == "blocks"]

@@ -78,11 +78,7 @@ struct BlockScales {
     // needed, from a stage that this warpgroup has not released. So are many of warpgroups side by side, whose sums and
     // products leave fewer registers: 192x208 spills.
     static constexpr int kRuns = Columns::kBlock == 1 ? kColumns : kColumns / Columns::kRun;
-#ifdef CUTLASS_OPS_LATE  // benchmarks/bench_promoted.py: as it was before
-    static constexpr bool kReadsLate = kRuns > 4;
-#else
     static constexpr bool kReadsLate = Columns::kBlock == 1 || kRuns > (Columns::kCount == kRuns ? 16 : 4);
-#endif
     // Shared memory is what limits products, and each read of it takes a clock, of one number or of four.
     static constexpr bool kByFours = !kReadsLate && kRuns > 2 && Columns::kCount == kRuns;
     static constexpr int kKept = kReadsLate ? 1 : kByFours ? (kRuns + 3) / 4 * 4 : kRuns;

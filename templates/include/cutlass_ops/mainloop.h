@@ -499,11 +499,8 @@ class Mainloop {
       return false;
     }
   }
-#ifdef CUTLASS_OPS_SPLIT  // benchmarks/bench_promoted.py: as it was before
-  static constexpr bool kWhole = false;
-#else
-  static constexpr bool kWhole = scales_wait() && kCooperative && kRowsAtOnce == 1 && kColumnsAtOnce >= 128 && kColumnsAtOnce <= 208;
-#endif
+  static constexpr bool kWhole =
+      scales_wait() && kCooperative && kRowsAtOnce == 1 && kColumnsAtOnce >= 128 && kColumnsAtOnce <= 208;
   static constexpr bool kInTurn = kWhole || kRowsAtOnce * kColumnsAtOnce > 208;
   static constexpr int columns_of(int pieces) { return (kColumnsAtOnce + 8 * pieces - 1) / (8 * pieces) * 8; }
   static constexpr bool has_registers(int pieces) {
@@ -518,16 +515,10 @@ class Mainloop {
   static constexpr int kStepsAtOnce = kTwoSteps ? 4 : kPieces > 1 && !kInTurn && has_registers(kSplit) ? 2 : 1;
   static constexpr int kPlaces = kInTurn ? 1 : kTwoSteps ? 2 : kPieces;  // of products in registers
   // Both warpgroups of a tile wait for the same stages. If they also begin together, they multiply together and add up together,
-  // and the Tensor Cores wait. 0: they begin as they come. 1: the second one begins a tile when the first has multiplied its
-  // first piece, and stays as far behind. 2: only one multiplies at a time.
-#ifndef CUTLASS_OPS_ORDER  // benchmarks/bench_promoted.py
-#define CUTLASS_OPS_ORDER 1
-#endif
-  static constexpr int kOrder = kInTurn && kCooperative ? CUTLASS_OPS_ORDER : 0;
-  static constexpr uint32_t kTurn = 0;  // and the next: of the barriers that CUTLASS leaves to others
-
-  CUTLASS_DEVICE static void await_turn(int group) { cutlass::arch::NamedBarrier::sync(256, kTurn + uint32_t(group)); }
-  CUTLASS_DEVICE static void pass_turn(int group) { cutlass::arch::NamedBarrier::arrive(256, kTurn + uint32_t(1 - group)); }
+  // and the Tensor Cores wait. So where pieces take turns, the second one begins a tile when the first has multiplied its first
+  // piece, and stays as far behind. Whole steps lose a hundredth by that.
+  static constexpr bool kLags = kInTurn && kCooperative && kPieces > 1;
+  static constexpr uint32_t kLag = 1;  // of the barriers that CUTLASS leaves to others
 
   template <int kIndex>
   struct Piece {
@@ -537,63 +528,6 @@ class Mainloop {
     static constexpr int kBegin = (kRow * kColumnsAtOnce + kFirst) / 2;  // among all of them
     static constexpr bool kIsLast = kIndex == kPieces - 1;
   };
-
-  // Whether a step's rows of A are read into registers once, for all of its pieces: two pieces of columns read them once each.
-#ifdef CUTLASS_OPS_READS_A  // benchmarks/bench_promoted.py
-  static constexpr bool kReadsA = kInTurn && kRowsAtOnce == 1 && kSplit == 2;
-#else
-  static constexpr bool kReadsA = false;
-#endif
-
-  // A warpgroup's rows of a step in registers, as wgmma takes them.
-  struct RowsOfStep {
-    static constexpr int kInstructions = 4, kLine = 128;  // bytes of a row, which swizzling permutes by 16
-    static_assert(!kReadsA || Extent<2>::value * sizeof(ElementA) == kLine);
-
-    CUTLASS_DEVICE RowsOfStep(TensorStorage& storage, int thread) {
-      int const lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-      uint32_t const first = cute::cast_smem_ptr_to_uint(storage.smem_A.data()) + uint32_t(row * kLine);
-      // Volatile, or else nvcc computes it again for each step.
-      asm volatile("mov.b32 %0, %1;" : "=r"(first_) : "r"(first + uint32_t((lane / 16 ^ row % 8) * 16)));
-    }
-
-    CUTLASS_DEVICE void read(int stage) {
-      uint32_t const first = first_ + uint32_t(stage * int(A::kBytes));
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kInstructions; ++k) {
-        uint32_t* const to = values[k];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(first ^ uint32_t(k * 32)));
-      }
-    }
-
-    uint32_t values[kInstructions][4];
-
-   private:
-    uint32_t first_;
-  };
-
-  // The same as below, of rows in registers.
-  CUTLASS_DEVICE static auto rows_multiplier(TensorStorage& storage, int thread) {
-    using namespace cute;
-    return [of = descriptors(storage, thread)](auto piece, float* products, RowsOfStep& rows, int stage) {
-      using Of = decltype(piece);
-      constexpr int kFirst = int(typename B::Stage{}.layout_b()(Of::kFirst, 0)) * int(sizeof(ElementB));
-      auto const b = in_stage<B>(get<1>(of), stage, kFirst);
-      fence<Of::kSums>(products);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4 * RowsOfStep::kInstructions; ++i) warpgroup_fence_operand(rows.values[i / 4][i % 4]);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < RowsOfStep::kInstructions; ++k) {
-        WgmmaOfRegisters<Of::kColumns, ElementA, ElementB>::issue(products, rows.values[k], recast<uint64_t>(b(_, 0, k))[0],
-                                                                 k != 0);
-        if (kOrder == 2 && k == RowsOfStep::kInstructions - 2) warpgroup_commit_batch();
-      }
-      warpgroup_commit_batch();
-    };
-  }
 
   // Returns what begins to multiply a piece of a stage.
   CUTLASS_DEVICE static auto piece_multiplier(TensorStorage& storage, int thread) {
@@ -610,7 +544,6 @@ class Mainloop {
         Wgmma<Of::kColumns, ElementA, ElementB, kMajorA, kMajorB>::fma(
             products, recast<uint64_t>(a(_, Int<Of::kRow>{}, k))[0], recast<uint64_t>(b(_, 0, k))[0],
             k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
-        if (kOrder == 2 && k == size<2>(a) - 2) warpgroup_commit_batch();  // the other warpgroup's turn begins with the last one
       }
       warpgroup_commit_batch();
     };
@@ -637,20 +570,7 @@ class Mainloop {
     }();
     float products[kPlaces][kPieceColumns / 2];
     auto const place = [&](int index, int step) -> float* { return products[kInTurn ? 0 : kTwoSteps ? step % 2 : index]; };
-    auto rows = [&] {
-      if constexpr (kReadsA) {
-        return RowsOfStep(storage, thread);
-      } else {
-        return NoCopy{};
-      }
-    }();
-    auto const start = [&](auto index, int step = 0) {
-      if constexpr (kReadsA) {
-        rows_multiplier(storage, thread)(Piece<index>{}, place(index, step), rows, state.index());
-      } else {
-        multiply(Piece<index>{}, place(index, step), state.index());
-      }
-    };
+    auto const start = [&](auto index, int step = 0) { multiply(Piece<index>{}, place(index, step), state.index()); };
     auto const arrived = [&] { pipeline.consumer_wait(state, pipeline.consumer_try_wait(state)); };
     auto const add = [&](auto index, auto const& release, int step = 0) {
       using Of = Piece<decltype(index)::value>;
@@ -693,25 +613,18 @@ class Mainloop {
         add(last, release, step);
       });
     };
-    int const group = kOrder == 0 ? 0 : __shfl_sync(0xffffffff, thread / 128, 0);
-    bool leads = kOrder == 1 && group == 0;
+    bool const second = kLags && __shfl_sync(0xffffffff, thread / 128, 0) == 1;
+    bool leads = kLags && !second;
     // A step whose pieces take turns.
     auto const in_turn = [&] {
       arrived();
       if constexpr (kScaled) scaled.begin(state.index());
-      if constexpr (kReadsA) rows.read(state.index());
       cute::for_each(cute::make_int_sequence<kPieces>{}, [&](auto index) {
         constexpr bool kFirst = decltype(index)::value == 0, kLast = decltype(index)::value == kPieces - 1;
-        if constexpr (kOrder == 2) await_turn(group);
         start(index);
-        if constexpr (kOrder == 2) {
-          cute::warpgroup_wait<1>();
-          // The second one's last turn is the last of all.
-          if (!kLast || group == 0 || steps > 1) pass_turn(group);
-        }
         cute::warpgroup_wait<0>();
-        if constexpr (kOrder == 1 && kFirst) {
-          if (leads) pass_turn(0);
+        if constexpr (kLags && kFirst) {
+          if (leads) cutlass::arch::NamedBarrier::arrive(256, kLag);
           leads = false;
         }
         auto const release = [&] {
@@ -723,8 +636,7 @@ class Mainloop {
     };
     cute::clear(sums);
     if constexpr (kInTurn) {
-      if (steps > 0 && kOrder == 1 && group == 1) await_turn(1);
-      if (steps > 0 && kOrder == 2 && group == 1) pass_turn(1);  // the first one's first turn
+      if (steps > 0 && second) cutlass::arch::NamedBarrier::sync(256, kLag);
       CUTLASS_PRAGMA_NO_UNROLL
       for (; steps > 0; --steps) in_turn();
       return;

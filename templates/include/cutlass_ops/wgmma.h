@@ -101,24 +101,6 @@ struct WgmmaIssue;
     }                                                                                                       \
   };
 
-// The same with A in registers, four of a thread's for 32 bytes along K, for the widths of half of the largest tiles.
-template <int N, class ElementA, class ElementB>
-struct WgmmaOfRegisters;
-
-#define CUTLASS_OPS_WGMMA_OF_REGISTERS(N, A0, A1, A2, A3, B, P, ElementA, ElementB, types, any_major)           \
-  template <>                                                                                                   \
-  struct cutlass_ops::WgmmaOfRegisters<N, ElementA, ElementB> {                                                 \
-    CUTE_DEVICE static void issue(float* d, uint32_t const* a, uint64_t b, int accumulate) {                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N         \
-                   types " {" CUTLASS_OPS_REGISTERS_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B     \
-                   ", p, 1, 1" CUTLASS_OPS_WGMMA_MAJOR_OF_B_##any_major ";\n}\n"                                \
-                   : CUTLASS_OPS_OPERANDS_##N                                                                   \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                      \
-    }                                                                                                           \
-  };
-#define CUTLASS_OPS_WGMMA_MAJOR_OF_B_true ", 0"
-#define CUTLASS_OPS_WGMMA_MAJOR_OF_B_false ""
-
 // The instructions for one pair of types: a kernel's source has the pair that it multiplies. `types` is what their names have
 // after N, such as "k16.f32.bf16.bf16".
 #define CUTLASS_OPS_WGMMA(...)                                          \
@@ -153,11 +135,7 @@ struct WgmmaOfRegisters;
   CUTLASS_OPS_WGMMA_OF(232, 116, 117, 118, 119, 120, __VA_ARGS__)       \
   CUTLASS_OPS_WGMMA_OF(240, 120, 121, 122, 123, 124, __VA_ARGS__)       \
   CUTLASS_OPS_WGMMA_OF(248, 124, 125, 126, 127, 128, __VA_ARGS__)       \
-  CUTLASS_OPS_WGMMA_OF(256, 128, 129, 130, 131, 132, __VA_ARGS__)       \
-  CUTLASS_OPS_WGMMA_OF_REGISTERS(104, 52, 53, 54, 55, 56, 57, __VA_ARGS__) \
-  CUTLASS_OPS_WGMMA_OF_REGISTERS(112, 56, 57, 58, 59, 60, 61, __VA_ARGS__) \
-  CUTLASS_OPS_WGMMA_OF_REGISTERS(120, 60, 61, 62, 63, 64, 65, __VA_ARGS__) \
-  CUTLASS_OPS_WGMMA_OF_REGISTERS(128, 64, 65, 66, 67, 68, 69, __VA_ARGS__)
+  CUTLASS_OPS_WGMMA_OF(256, 128, 129, 130, 131, 132, __VA_ARGS__)       
 
 // The instruction as CuTe's MMA operation.
 template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
