@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
@@ -62,6 +62,18 @@ class Wanted(Future["Artifact"]):
     def _end(self, _: object) -> None:
         self.ended = True
         self.looked.set()
+
+
+def may_be_tried(failed: Wanted) -> bool:
+    """Whether a kernel that could not be had may be there after another attempt."""
+    return time.monotonic() > failed.again_at
+
+
+def is_missed(future: Future[Any]) -> bool:
+    """Whether a kernel, or the decision about it, is still not there, and no call should ask for it again."""
+    if not isinstance(future, Wanted):
+        return not future.done()
+    return not future.ended or (future.exception() is not None and not may_be_tried(future))
 
 
 class Background(Part):

@@ -15,7 +15,7 @@ from torch import Tensor
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.compilation.background import Background, Wanted
+from cutlass_ops.compilation.background import Background, Wanted, is_missed
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.spec import Operand
@@ -79,7 +79,7 @@ class Rows:
         if self.decision.signature.form == GROUPED and len(batch) != 1:
             return None
         awaited = self.awaited.get(rows)
-        if awaited is not None and supply.is_missed(awaited) and supply.serves_again():
+        if awaited is not None and is_missed(awaited) and supply.serves_again():
             note(awaited)
             return self.meanwhile
         if self.decision.signature.form == GROUPED:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
-from cutlass_ops.compilation.background import Wanted
+from cutlass_ops.compilation.background import Wanted, may_be_tried
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand.call import Call, shaped
@@ -70,7 +70,7 @@ def by_pytorch(
     def run(a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         if given is not None and any(x is not None for x in given):
             return None
-        if not supply.serves_again() or (failed is not None and supply.may_be_tried(failed)):
+        if not supply.serves_again() or (failed is not None and may_be_tried(failed)):
             return None
         missed = awaited or failed
         if missed is not None:

@@ -67,7 +67,7 @@ def awaits(step: Hashable) -> bool:
         known.clear()
     found = known.setdefault(step, {})
     if found:
-        from cutlass_ops.run.supply import is_missed  # late: most calls need nothing
+        from cutlass_ops.compilation.background import is_missed  # late: most calls need nothing
 
         if any(is_missed(future) for future in tuple(found)):
             return True

@@ -92,18 +92,6 @@ def supply_kernel(spec: Declaration, device: torch.device, what: str, *, waits: 
     return wanted
 
 
-def is_missed(future: Future[Any]) -> bool:
-    """Whether a kernel, or the decision about it, is still not there, and no call should ask for it again."""
-    if not isinstance(future, Wanted):
-        return not future.done()
-    return not future.ended or (future.exception() is not None and not may_be_tried(future))
-
-
-def may_be_tried(failed: Wanted) -> bool:
-    """Whether a kernel that could not be had may be there after another attempt."""
-    return time.monotonic() > failed.again_at
-
-
 def is_soon_done(future: Future[Any]) -> bool:
     """Whether something is done, or will be in a moment: the call waits that long."""
     with contextlib.suppress(Late):
