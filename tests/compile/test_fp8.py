@@ -65,15 +65,16 @@ def test_two_blocks_have_room_on_a_multiprocessor(a, b, tile, config):
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
 
 
-# Few scales of columns are kept in registers. More are read after the products, out of a stage that is released later.
+# Few scales of columns are kept in registers, and a whole step is multiplied at once. More are read after the products,
+# out of a stage that is released later; then there are two pieces of a warpgroup's rows, as with "pieces" above.
 BLOCKS = {
-    "kept": ("128x128", (128, 128), (1, 1), {"schedule": "cooperative"}),
-    "late": ("128x1", (128, 64), (1, 2), {"schedule": "pingpong", "swap_ab": True}),
+    "kept": ("128x128", (128, 128), (1, 1), {"schedule": "cooperative"}, 4),
+    "late": ("128x1", (128, 64), (1, 2), {"schedule": "pingpong", "swap_ab": True}, 2 * 4 * 3),
 }
 
 
-@pytest.mark.parametrize(("b", "tile", "cluster", "config"), BLOCKS.values(), ids=BLOCKS)
-def test_a_kernel_scales_its_sums(b, tile, cluster, config):
+@pytest.mark.parametrize(("b", "tile", "cluster", "config", "instructions"), BLOCKS.values(), ids=BLOCKS)
+def test_a_kernel_scales_its_sums(b, tile, cluster, config, instructions):
     made = co.Sm90Config(co.ThreadblockShape(*tile, 128), co.ClusterShape(*cluster), accumulation="promoted", **config)
     wanted = co.KernelSpec(
         a="e4m3.row.blocks1x128",
@@ -85,8 +86,7 @@ def test_a_kernel_scales_its_sums(b, tile, cluster, config):
     artifact = build_artifact(wanted)
     report = inspect(artifact)
     proved = prove_tensor_cores(artifact.library, wanted)
-    # Two pieces, of columns or of a warpgroup's rows, as with "pieces" above.
-    assert proved["QGMMA"] == 2 * 4 * 3
+    assert proved["QGMMA"] == instructions
     assert proved["LDGSTS"] >= 2  # scales of rows and of columns
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
