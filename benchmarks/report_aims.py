@@ -304,7 +304,8 @@ AIMS: Sequence[Aim] = (
     ),
     Aim(
         "a cold server: calls within 3% of their best after 30 s", "cold_serving_h200", settled, most=30,
-        missed="Files of four kernels take 50 s to compile on 16 processors. PyTorch serves until then.",
+        missed="Files of four kernels take 50 s to compile on 16 processors. PyTorch serves until then. "
+        "After 100 s, three of the four still had kernels for 17 to 44% of their calls alone, and count as failed.",
     ),
     Aim(
         "a cold training step: ≤ 1.10 of eager PyTorch's in each 5 s", "cold_training_h200", steps, most=1.10,
