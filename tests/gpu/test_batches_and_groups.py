@@ -395,7 +395,7 @@ def accumulate(acc, before: co.Tile, alpha: co.Scalar):
 
 
 def exact_weights(x, y, sizes):
-    return op_table.of_weights(x.double(), y.double(), torch.tensor(sizes).cumsum(0))
+    return op_table.of_weights(x.mT.double(), y.double(), torch.tensor(sizes).cumsum(0))
 
 
 @hopper

@@ -104,7 +104,7 @@ struct IntegerWgmmaIssue;
   CUTLASS_OPS_INTEGER_WGMMA_OF(240, 120, 121, 122, types) \
   CUTLASS_OPS_INTEGER_WGMMA_OF(256, 128, 129, 130, types)
 
-// The instruction as CuTe's MMA operation, which mma_unpack of wgmma.h calls.
+// The instruction as wgmma.h has those of other types.
 template <int N, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
 struct Wgmma<N, int8_t, int8_t, kMajorA, kMajorB> {
   static_assert(kMajorA == cute::GMMA::Major::K && kMajorB == cute::GMMA::Major::K, "wgmma reads integers along K only");
@@ -129,8 +129,6 @@ struct cute::MMA_Traits<cutlass_ops::Wgmma<N, int8_t, int8_t, kMajorA, kMajorB>>
   using ALayout = cute::GMMA::ABLayout<64, 32>;
   using BLayout = cute::GMMA::ABLayout<N, 32>;
   using CLayout = cute::GMMA::CLayout_64xN<N>;
-
-  cute::GMMA::ScaleOut accumulate_ = cute::GMMA::ScaleOut::One;
 };
 
 template <class Visitor, class Element>

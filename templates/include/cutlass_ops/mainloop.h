@@ -23,8 +23,9 @@
 namespace cutlass_ops {
 
 // One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K. Several matrices share the rows
-// evenly.
-template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices>
+// evenly. An instruction reads `kAtOnce` rows.
+template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices,
+          int kAtOnce>
 struct Operand {
   // One stage; TMA boxes are as large as the layout allows.
   using Stage = decltype(cute::tile_to_shape(
@@ -35,19 +36,44 @@ struct Operand {
   static constexpr int kElements = cute::cosize_v<Stage>;  // of a stage
   static constexpr uint32_t kBytes = kElements * sizeof(Element);
   static constexpr bool kMulticast = Blocks::value > 1;
-  // Of one matrix: the rows of a tile, and those that one block loads. If lines lie along K, TMA brings any number of rows,
-  // and multicasting blocks bring some of them each. Otherwise it brings whole boxes, and a multicasting block brings all
-  // rows of its part of K.
+  // A box has lines as long as swizzling reaches. If they lie along K, TMA brings any number of rows, and multicasting blocks
+  // bring some of them each. Otherwise it brings whole boxes, and a multicasting block brings all rows of its part of K.
   static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
-  static constexpr int kRows = Rows::value / kMatrices, kSlice = kAnyRows ? kRows / Blocks::value : kRows;
-  static_assert(kAnyRows || Columns::value % Blocks::value == 0);
+  static constexpr int kSwizzle = decltype(Stage{}.layout_a())::num_bits, kLine = (16 << kSwizzle) / int(sizeof(Element));
+  static constexpr int kBoxes = (kAnyRows ? Columns::value : Rows::value) / kLine;  // of a stage
+  static constexpr int kBox = kElements / kBoxes;
+  // Of one matrix: the rows of a tile, and the lines of a box that one block loads.
+  static constexpr int kRows = Rows::value / kMatrices, kLines = kAnyRows ? kRows : Columns::value;
+  static constexpr int kColumns = Columns::value, kSlice = kLines / Blocks::value;
+  static_assert(kAnyRows || kLines % Blocks::value == 0);
   static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
   using Bits = cute::uint_bit_t<8 * sizeof(Element)>;  // as TMA copies them, which knows no types
 
-  CUTLASS_DEVICE static auto stage(Storage& storage, int index) {
-    return cute::make_tensor(cute::make_smem_ptr(storage.data() + index * kElements), Stage{});
+  // Where an element lies in a stage, but for swizzling.
+  static constexpr int place(int row, int column) {
+    int const along = kAnyRows ? column : row, line = kAnyRows ? row : column;
+    return along / kLine * kBox + line * kLine + along % kLine;
+  }
+
+  // Descriptors of what wgmma reads (PTX ISA, matrix descriptors), in units of 16 bytes: how far it is from eight lines to the
+  // next, and from box to box. Without swizzling the two change places. What an instruction has one of is as CuTe leaves it.
+  static constexpr int kUnit = 16 / int(sizeof(Element));
+  static constexpr uint32_t kEightLines = kAnyRows && kAtOnce == 8 ? 0 : 8 * kLine / kUnit;
+  static constexpr uint32_t kAcross = kAnyRows ? 1 : kAtOnce > kLine ? kBox / kUnit : 0;
+  static constexpr uint32_t kUpperHalf = uint32_t((4 - kSwizzle) % 4) << 30 | (kSwizzle == 0 ? kAcross : kEightLines);
+  static constexpr uint32_t kLeading = (kSwizzle == 0 ? kEightLines : kAcross) << 16;
+  static_assert(!kAnyRows || kSwizzle != 0);
+
+  // The lower half, for what begins some elements into the first stage.
+  CUTLASS_DEVICE static uint32_t descriptor(Storage& storage, int elements) {
+    return (cute::cast_smem_ptr_to_uint(storage.data() + elements) >> 4 & 0x3fff) | kLeading;
+  }
+
+  // The whole, some elements further.
+  CUTLASS_DEVICE static uint64_t further(uint32_t lower_half, int elements) {
+    return uint64_t(kUpperHalf) << 32 | (lower_half + uint32_t(elements / kUnit));
   }
 
   // One matrix's rows of a stage. Those of the next begin where whole blocks of its swizzle end.
@@ -56,62 +82,69 @@ struct Operand {
       decltype(cute::composition(
           Stage{}, cute::make_tile(cute::Int<Rows::value / kMatrices>{}, cute::Int<Columns::value>{})))>;
   static_assert(kMatrices == 1 || (kMajor == cute::GMMA::Major::K && Rows::value % (8 * kMatrices) == 0));
-
-  CUTLASS_DEVICE static auto part(Storage& storage, int matrix) {
-    constexpr int kNext = kMatrices == 1 ? 0 : int(Stage{}.layout_b()(Rows::value / kMatrices % Rows::value, 0));
-    return cute::make_tensor(cute::make_smem_ptr(storage.data() + matrix * kNext), Part{});
-  }
 };
 
 // No second matrix.
 struct NoCopy {};
 
-// What one block loads of an operand's tile: boxes of rows, as long as the matrix has any.
-template <class Operand, class Load, class From, class To>
-struct Filler {
-  // Boxes lie along K as well where K lies along lines. CuTe has them all in the second part of the first mode.
-  using Apart = cute::remove_cvref_t<decltype(cute::stride<0, 1>(typename From::layout_type{}))>;
-  static constexpr int kAll = decltype(cute::size<0, 1>(typename From::layout_type{}))::value;
-  static constexpr int kBoxes = Operand::kAnyRows ? 1 : kAll, kBox = Operand::kSlice / kBoxes;
-  static_assert(kBoxes == 1 || cute::is_same_v<Apart, cute::ScaledBasis<cute::Int<kBox>, 0>>);
+// CuTe's type of a copy by TMA, as device code has it: of the host's, it needs the descriptor alone.
+struct TmaCopy {
+  CUTLASS_DEVICE cute::TmaDescriptor const* get_tma_descriptor() const { return &descriptor; }
 
-  Load const& load;
+  cute::TmaDescriptor descriptor;
+  char rest;  // CuTe's strides, which are types
+};
+
+// Where loads of tiles begin: within matrices of which a part is multiplied (sm90_grouped.h, sm90_ragged_k.h).
+struct Origin {
+  int row_a = 0, row_b = 0, k = 0;
+};
+
+// What one block loads of an operand's tile: boxes of rows, as long as the matrix has any.
+template <class Operand, bool kBatched>
+struct Filler {
+  cute::TmaDescriptor const* whole;
   cute::TmaDescriptor const* last;  // for a box whose last rows are beyond the matrix
   uint16_t mask;
-  int left;  // rows of the matrix from the first one on that this block loads
-  From from;
-  To to;
+  int left;      // rows of the matrix from the first one on that this block loads
+  int row, k;    // that one, and the first of the steps along K
+  int batch[2];  // its coordinates
+  typename Operand::Storage::value_type* to;
 
-  CUTLASS_DEVICE void operator()(uint64_t& barrier, int k, int stage) const {
-    using cute::_;
-    auto at = cute::make_tensor(to.data() + stage * Operand::kElements, to.layout());
+  CUTLASS_DEVICE void operator()(uint64_t& barrier, int step, int stage) const {
+    constexpr int kLine = Operand::kLine;
+    auto* const at = to + stage * Operand::kElements;
+    int const first = k + step * Operand::kColumns;
+    if (left <= 0) return;
+    auto const* const from = !Operand::kAnyRows || left >= Operand::kSlice ? whole : last;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kBoxes; ++i) {
-      if (left <= i * kBox) break;
-      bool const whole = !Operand::kAnyRows || left >= (i + 1) * kBox;
-      auto const* const descriptor = whole ? load.get_tma_descriptor() : last;
-      // As cute::copy, which first looks for elements that are written twice: that takes a tenth of compilation.
-      auto const copy = load.with(descriptor, barrier, mask);
-      auto const source = box(from(_, _, _, k), i);
-      auto const target = box(at, i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < cute::size<1>(target); ++j) copy.call(source(_, j), target(_, j));
+    for (int i = 0; i < Operand::kBoxes; ++i) {
+      if constexpr (Operand::kAnyRows) {
+        copy(from, barrier, at + i * Operand::kBox, first + i * kLine, row);
+      } else {
+        if (left <= i * kLine) break;
+        copy(from, barrier, at + i * Operand::kBox, row + i * kLine, first);
+      }
     }
   }
 
-  template <class Tensor>
-  CUTLASS_DEVICE static auto box(Tensor const& boxes, int i) {
-    using cute::_;
-    if constexpr (Operand::kAnyRows) {
-      return boxes(_, 0, _);
+  // x counts along lines. The hint is that of CuTe's copies.
+  CUTLASS_DEVICE void copy(cute::TmaDescriptor const* from, uint64_t& barrier, void* at, int x, int y) const {
+    constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    if constexpr (Operand::kMulticast && kBatched) {
+      Operand::Load::copy(from, &barrier, mask, kHint, at, x, y, batch[0], batch[1]);
+    } else if constexpr (Operand::kMulticast) {
+      Operand::Load::copy(from, &barrier, mask, kHint, at, x, y, 0);
+    } else if constexpr (kBatched) {
+      Operand::Load::copy(from, &barrier, kHint, at, x, y, batch[0], batch[1]);
     } else {
-      return boxes(cute::make_coord(_, i), 0, _);
+      Operand::Load::copy(from, &barrier, kHint, at, x, y, 0);
     }
   }
 
   // How many bytes a stage lacks, if the matrix has `rows` rows from the tile's first one on.
   CUTLASS_DEVICE static uint32_t missing(int rows) {
-    constexpr int kUnit = Operand::kAnyRows ? 1 : kBox;
+    constexpr int kUnit = Operand::kAnyRows ? 1 : Operand::kLine;
     int const there = rows < 0 ? 0 : rows < Operand::kRows ? rows : Operand::kRows;
     return uint32_t(Operand::kRows - (there + kUnit - 1) / kUnit * kUnit) * Operand::kRowBytes;
   }
@@ -166,6 +199,9 @@ class Mainloop {
   // Two warpgroups share the tile's rows, or its columns where it has an odd number of 64 rows.
   static constexpr bool kSideBySide = kCooperative && Extent<0>::value % 128 != 0;
   static constexpr int kAcross = kSideBySide ? 2 : 1, kDown = kCooperative && !kSideBySide ? 2 : 1;
+  // A warpgroup's columns, and its 64 rows of one instruction each. An instruction takes 32 bytes along K.
+  static constexpr int kColumnsAtOnce = Extent<1>::value / kAcross, kRowsAtOnce = Extent<0>::value / kDown / 64;
+  static constexpr int kK = 32 / int(sizeof(ElementA_)), kInstructions = Extent<2>::value / kK;
 
  public:
   using DispatchPolicy = cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, Schedule>;
@@ -184,9 +220,9 @@ class Mainloop {
   static constexpr int kMatricesA = kSwapped ? kProducts : 1, kMatricesB = kSwapped ? 1 : kProducts;
   // Blocks of a cluster in a row share A's tile, those in a column B's.
   using A = Operand<ElementA, kMajorA, Extent<0>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<1>(Cluster{}))>,
-                    kMatricesA>;
+                    kMatricesA, 64>;
   using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>,
-                    kMatricesB>;
+                    kMatricesB, kColumnsAtOnce>;
   // The part of one matrix that one load of an operand brings.
   using Part = cute::Shape<cute::Int<Extent<0>::value / kMatricesA>, cute::Int<Extent<1>::value / kMatricesB>, Extent<2>>;
   // Rows are gathered from shared memory as they lie there, K along each.
@@ -233,12 +269,19 @@ class Mainloop {
     typename Scales::Params scales = {};
   };
 
+#if CUTLASS_OPS_HOST
   using TMA_A = decltype(cute::make_tma_copy_A_sm90(
       typename A::Load{}, cute::make_tensor(static_cast<typename A::Bits const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
       typename A::Part{}, Part{}, Cluster{}));
   using TMA_B = decltype(cute::make_tma_copy_B_sm90(
       typename B::Load{}, cute::make_tensor(static_cast<typename B::Bits const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
       typename B::Part{}, Part{}, Cluster{}));
+  static_assert(sizeof(TMA_A) == sizeof(TmaCopy) && alignof(TMA_A) == alignof(TmaCopy));
+  static_assert(sizeof(TMA_B) == sizeof(TmaCopy) && alignof(TMA_B) == alignof(TmaCopy));
+#else
+  using TMA_A = TmaCopy;
+  using TMA_B = TmaCopy;
+#endif
 
   struct Params {
     TMA_A tma_load_a;
@@ -296,37 +339,30 @@ class Mainloop {
 
   // ---- Producer ----
 
-  // A and B as TMA addresses them, in tiles: (rows, K of a tile, tile's row, tile along K, batch). The weight's second
-  // matrix has the coordinates of the first.
+  // What CUTLASS's kernels ask of A and B, as tensors of tiles: how many there are along K, and the batches' shape. Of the
+  // mode of tiles along rows, they only ask that it be a number.
   template <class Problem>
-  CUTLASS_DEVICE auto load_init(Problem const& problem, Params const& params) const {
+  CUTLASS_DEVICE auto load_init(Problem const& problem, Params const&) const {
     using namespace cute;
     auto const [m, n, k, l] = problem;
-    auto const a = params.tma_load_a.get_tma_tensor(make_shape(m / kMatricesA, k, l));
-    auto const b = params.tma_load_b.get_tma_tensor(make_shape(n / kMatricesB, k, l));
-    return make_tuple(local_tile(a, Part{}, make_coord(_, _, _), Step<_1, Underscore, _1>{}),
-                      local_tile(b, Part{}, make_coord(_, _, _), Step<Underscore, _1, _1>{}));
+    auto const shape = make_shape(_1{}, _1{}, m, ceil_div(k, get<2>(Tile{})), l);
+    auto const tiles = make_tensor(static_cast<ElementA const*>(nullptr), make_layout(shape, repeat_like(shape, _0{})));
+    return make_tuple(tiles, tiles);
   }
 
   // Returns what fills a stage with a step along K and counts it at a barrier: called by one thread.
-  template <class Tensors, class Coord>
-  CUTLASS_DEVICE static auto filler(Params const& params, Tensors const& tensors, Coord const& coord, uint32_t rank,
+  template <class Coord>
+  CUTLASS_DEVICE static auto filler(Params const& params, Origin const& origin, Coord const& coord, uint32_t rank,
                                     TensorStorage& storage) {
     using namespace cute;
     int const block_m = get<0>(coord), block_n = get<1>(coord);
-    auto const batch = [&] {  // its coordinates
-      if constexpr (kBatched) {
-        return get<3>(coord);
-      } else {
-        return 0;
-      }
-    }();
+    int batch[2] = {0, 0};
+    if constexpr (kBatched) {
+      batch[0] = get<0>(get<3>(coord));
+      batch[1] = get<1>(get<3>(coord));
+    }
     constexpr uint32_t kClusterM = size<0>(Cluster{}), kClusterN = size<1>(Cluster{});
     uint32_t const x = rank % kClusterM, y = rank / kClusterM;
-    auto const part_a = params.tma_load_a.get_slice(y);
-    auto const part_b = params.tma_load_b.get_slice(x);
-    auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, batch));
-    auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, batch));
     uint16_t mask_a = 0, mask_b = 0;
     if constexpr (A::kMulticast) {
       for (uint32_t i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1u << (x + i * kClusterM));
@@ -335,14 +371,11 @@ class Mainloop {
       for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
     }
     int const left_a = params.rows_a - block_m * A::kRows, left_b = params.rows_b - block_n * B::kRows;
-    int const first_a = A::kAnyRows ? int(y) * A::kSlice : 0, first_b = B::kAnyRows ? int(x) * B::kSlice : 0;
     auto const filler_a = [&](auto const& load, TmaDescriptor const& last, int matrix) {
-      auto const to = part_a.partition_D(A::part(storage.smem_A, matrix));
-      return Filler<A, TMA_A, decltype(from_a), decltype(to)>{load, &last, mask_a, left_a - first_a, from_a, to};
+      return filler_of<A>(load, last, mask_a, left_a, block_m, origin.row_a, origin.k, batch, int(y), storage.smem_A, matrix);
     };
     auto const filler_b = [&](auto const& load, TmaDescriptor const& last, int matrix) {
-      auto const to = part_b.partition_D(B::part(storage.smem_B, matrix));
-      return Filler<B, TMA_B, decltype(from_b), decltype(to)>{load, &last, mask_b, left_b - first_b, from_b, to};
+      return filler_of<B>(load, last, mask_b, left_b, block_n, origin.row_b, origin.k, batch, int(x), storage.smem_B, matrix);
     };
     auto const load_a = filler_a(params.tma_load_a, params.last_a, 0);
     auto const load_b = filler_b(params.tma_load_b, params.last_b, 0);
@@ -365,21 +398,21 @@ class Mainloop {
   }
 
   template <class Tensors, class Coord, class Steps>
-  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
+  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const&,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
-    load(params, params.scales, pipeline, state, tensors, coord, step, count, lane, rank, storage);
+    load(params, params.scales, pipeline, state, Origin{}, coord, step, count, lane, rank, storage);
   }
 
-  // The same with scales that begin where those of a tile do: of groups of rows (sm90_grouped.h).
-  template <class Tensors, class Coord, class Steps>
+  // The same of a part of the matrices, with scales that begin where those of a tile do: of groups of rows (sm90_grouped.h).
+  template <class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, typename Scales::Params const& scales, MainloopPipeline pipeline,
-                           PipelineState state, Tensors const& tensors, Coord const& coord, Steps step, int count, int lane,
+                           PipelineState state, Origin const& origin, Coord const& coord, Steps step, int count, int lane,
                            uint32_t rank, TensorStorage& storage) {
     if constexpr (kScaled) {
-      return load_scaled(params, scales, pipeline, state, tensors, coord, step, count, lane, rank, storage);
+      return load_scaled(params, scales, pipeline, state, origin, coord, step, count, lane, rank, storage);
     }
     if (!cute::elect_one_sync()) return;
-    auto const fill = filler(params, tensors, coord, rank, storage);
+    auto const fill = filler(params, origin, coord, rank, storage);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++step, ++state) {
       pipeline.producer_acquire(state);
@@ -394,33 +427,41 @@ class Mainloop {
 
   // ---- Consumers ----
 
-  // Descriptors of a warpgroup's parts of A and B in the first stage.
-  CUTLASS_DEVICE static auto descriptors(TensorStorage& storage, int thread) {
-    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
-    return cute::make_tuple(slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0))),
-                            slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0))));
-  }
+  // What a warpgroup multiplies, in the first stage or in another one: its first rows of A and its first columns of B, each
+  // as the lower half of a descriptor.
+  struct Factors {
+    uint32_t a, b;
 
-  // The same in another stage, some bytes after them.
-  template <class Operand, class Descriptors>
-  CUTLASS_DEVICE static auto in_stage(Descriptors const& first, int stage, int bytes = 0) {
-    constexpr int kDescriptorUnit = 16;  // bytes
-    auto const away = stage * int(Operand::kBytes / kDescriptorUnit) + bytes / kDescriptorUnit;
-    return cute::make_tensor(first.data() + away, first.layout());
-  }
+    CUTLASS_DEVICE Factors(TensorStorage& storage, int thread) {
+      int const group = __shfl_sync(0xffffffff, thread / 128, 0);
+      a = A::descriptor(storage.smem_A, kDown == 1 ? 0 : group * A::place(64, 0));
+      b = B::descriptor(storage.smem_B, kAcross == 1 ? 0 : group * B::place(kColumnsAtOnce, 0));
+    }
+
+    CUTLASS_DEVICE Factors in(int stage) const {
+      Factors other = *this;
+      other.a += uint32_t(stage * (A::kElements / A::kUnit));
+      other.b += uint32_t(stage * (B::kElements / B::kUnit));
+      return other;
+    }
+
+    // Descriptors for an instruction along K: of some of the warpgroup's 64 rows, and of its columns from one on.
+    CUTLASS_DEVICE uint64_t rows(int index, int k) const { return A::further(a, A::place(index * kDown * 64, k * kK)); }
+    CUTLASS_DEVICE uint64_t columns(int first, int k) const { return B::further(b, B::place(first, k * kK)); }
+  };
 
   // Returns what adds a stage's product to a warpgroup's sums, or sets them to it.
   CUTLASS_DEVICE static auto multiplier(TensorStorage& storage, int thread) {
-    using namespace cute;
-    return [of = descriptors(storage, thread)](auto& sums, int stage, bool first) {
-      auto const a = in_stage<A>(get<0>(of), stage);
-      auto const b = in_stage<B>(get<1>(of), stage);
-      TiledMma mma;
-      mma.accumulate_ = first ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+    return [first_stage = Factors(storage, thread)](auto& sums, int stage, bool first) {
+      auto const factors = first_stage.in(stage);
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < size<2>(a); ++k) {
-        cute::gemm(mma, a(_, _, k), b(_, _, k), sums);
-        mma.accumulate_ = GMMA::ScaleOut::One;
+      for (int k = 0; k < kInstructions; ++k) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          Wgmma<kColumnsAtOnce, ElementA, ElementB, kMajorA, kMajorB>::fma(
+              &sums(i * (kColumnsAtOnce / 2)), factors.rows(i, k), factors.columns(0, k),
+              first && k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
+        }
       }
     };
   }
@@ -463,15 +504,26 @@ class Mainloop {
   }
 
  private:
+  // Of one matrix's tile, this block's part among those of blocks that multicast it.
+  template <class Operand, class Copy>
+  CUTLASS_DEVICE static Filler<Operand, kBatched> filler_of(Copy const& load, cute::TmaDescriptor const& last, uint16_t mask,
+                                                            int left, int tile, int row, int k, int const (&batch)[2],
+                                                            int part, typename Operand::Storage& storage, int matrix) {
+    int const first = Operand::kMulticast ? part * Operand::kSlice : 0, first_row = Operand::kAnyRows ? first : 0;
+    return {load.get_tma_descriptor(), &last, mask, left - first_row, row + tile * Operand::kRows + first_row,
+            k + first - first_row, {batch[0], batch[1]},
+            storage.data() + (matrix * Operand::kLines + first) * Operand::kLine};
+  }
+
   // As `load`, by the whole warp: each lane waits for the stage, and copies a part of the scales.
-  template <class Tensors, class Coord, class Steps>
+  template <class Coord, class Steps>
   CUTLASS_DEVICE static void load_scaled(Params const& params, typename Scales::Params const& scales,
-                                         MainloopPipeline& pipeline, PipelineState state, Tensors const& tensors,
+                                         MainloopPipeline& pipeline, PipelineState state, Origin const& origin,
                                          Coord const& coord, Steps step, int count, int lane, uint32_t rank,
                                          TensorStorage& storage) {
     bool const elected = cute::elect_one_sync();
     int const tile_m = cute::get<0>(coord), tile_n = cute::get<1>(coord);
-    auto const fill = filler(params, tensors, coord, rank, storage);
+    auto const fill = filler(params, origin, coord, rank, storage);
     typename Scales::Copies copies(scales, tile_m, tile_n, *step, lane);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++step, ++state) {
@@ -491,7 +543,6 @@ class Mainloop {
   // each is added up before the next is multiplied, and the other warpgroup multiplies meanwhile. Instructions as wide read A
   // less often, so that shared memory is not what limits them. So do tiles of 128 rows and as many columns or more, with few
   // scales of blocks: their only piece is a whole step.
-  static constexpr int kColumnsAtOnce = Extent<1>::value / kAcross, kRowsAtOnce = Extent<0>::value / kDown / 64;
   static constexpr bool scales_wait() {  // in registers
     if constexpr (kScaled) {
       return !Scales::kReadsLate;
@@ -532,17 +583,15 @@ class Mainloop {
   // Returns what begins to multiply a piece of a stage.
   CUTLASS_DEVICE static auto piece_multiplier(TensorStorage& storage, int thread) {
     using namespace cute;
-    return [of = descriptors(storage, thread)](auto piece, float* products, int stage) {
+    return [first_stage = Factors(storage, thread)](auto piece, float* products, int stage) {
       using Of = decltype(piece);
-      constexpr int kFirst = int(typename B::Stage{}.layout_b()(Of::kFirst, 0)) * int(sizeof(ElementB));
-      auto const a = in_stage<A>(get<0>(of), stage);
-      auto const b = in_stage<B>(get<1>(of), stage, kFirst);
+      auto const factors = first_stage.in(stage);
       fence<Of::kSums>(products);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < size<2>(a); ++k) {
+      for (int k = 0; k < kInstructions; ++k) {
         Wgmma<Of::kColumns, ElementA, ElementB, kMajorA, kMajorB>::fma(
-            products, recast<uint64_t>(a(_, Int<Of::kRow>{}, k))[0], recast<uint64_t>(b(_, 0, k))[0],
+            products, factors.rows(Of::kRow, k), factors.columns(Of::kFirst, k),
             k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
       }
       warpgroup_commit_batch();

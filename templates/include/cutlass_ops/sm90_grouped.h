@@ -218,12 +218,13 @@ class GroupedMainloop : public Base {
   }
 
   template <class Tensors, class Coord, class Steps>
-  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
+  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const&,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
     int const group = cute::get<1>(cute::get<3>(coord));
     RowGroups::Rows const rows = params.groups.of(group);
-    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, at_row(tensors, rows.first), coord, step, count,
-               lane, rank, storage);
+    Origin origin;
+    (kSwapped ? origin.row_b : origin.row_a) = rows.first;
+    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, origin, coord, step, count, lane, rank, storage);
   }
 
   // The scales of a group's blocks, if blocks have any: they begin where those of its rows and of its matrix do.
@@ -237,19 +238,6 @@ class GroupedMainloop : public Base {
       of_weight.move_to(rows.first, group);
     }
     return scales;
-  }
-
-  // What load_init returns, with A from a row on: (rows, K of a tile, tile's row, tile along K, batch).
-  template <class Tensors>
-  CUTLASS_DEVICE static auto at_row(Tensors const& tensors, int first) {
-    using namespace cute;
-    auto const& [a, b] = tensors;
-    auto const from = make_coord(first, _0{}, _0{}, _0{}, make_coord(_0{}, _0{}));
-    if constexpr (kSwapped) {
-      return make_tuple(a, domain_offset(from, b));
-    } else {
-      return make_tuple(domain_offset(from, a), b);
-    }
   }
 };
 

@@ -134,26 +134,18 @@ class RaggedKMainloop : public Base {
 
   // ---- Producer ----
 
-  // What load_init returns, with both operands from a group's first row on, and none of their rows behind its last one
-  // (ragged.h): (rows, K of a tile, tile's row, tile along K, batch).
-  template <class Tensors>
-  CUTLASS_DEVICE static auto at_group(Tensors const& tensors, RowGroups::Rows group) {
-    using namespace cute;
-    auto const& [a, b] = tensors;
-    auto const from = make_coord(_0{}, kRaggedRows - group.size, _0{}, _0{},
-                                 make_coord(group.first + group.size, Int<kRaggedRows>{}));
-    return make_tuple(domain_offset(from, a), domain_offset(from, b));
-  }
-
+  // Both operands are loaded from the group's first row on, and none of their rows behind its last one (ragged.h).
   template <class State, class Tensors, class Coord, class Step>
-  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, State const&, Tensors const& tensors,
+  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, State const&, Tensors const&,
                            Coord const& coord, Step const&, int, int lane, uint32_t rank, TensorStorage& storage) {
     using namespace cute;
     RowGroups::Rows const group = params.groups.of(int(get<0>(get<3>(coord))));
     int const steps = steps_of(group);
-    auto const here = make_coord(get<0>(coord), get<1>(coord), get<2>(coord), make_coord(_0{}, _0{}));
-    Base::load(params, pipeline, filled_, at_group(tensors, group), here, make_coord_iterator(steps), steps, lane, rank,
-               storage);
+    auto const here = make_coord(get<0>(coord), get<1>(coord), get<2>(coord),
+                                 make_coord(group.first + group.size, Int<kRaggedRows>{}));
+    Origin origin;
+    origin.k = kRaggedRows - group.size;
+    Base::load(params, params.scales, pipeline, filled_, origin, here, make_coord_iterator(steps), steps, lane, rank, storage);
     filled_.advance(steps);
   }
 

@@ -178,8 +178,7 @@ class SplitKernel {
     using namespace cute;
     cutlass::arch::wait_on_dependent_grids();
     if (!cute::elect_one_sync()) return;
-    auto const tensors = Mainloop{}.load_init(params.problem_shape, params.mainloop);
-    auto const fill = Mainloop::filler(params.mainloop, tensors, cute::make_coord(int(blockIdx.y), int(blockIdx.z), cute::_, 0), 0,
+    auto const fill = Mainloop::filler(params.mainloop, Origin{}, make_coord(int(blockIdx.y), int(blockIdx.z)), 0,
                                        storage.tensors.mainloop);
     State state{0, 1, 0};  // all stages are empty
     CUTLASS_PRAGMA_NO_UNROLL

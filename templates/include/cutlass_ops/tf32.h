@@ -8,16 +8,10 @@
 namespace cutlass_ops {
 
 // As 32 bits without a type, but for what TMA makes of them.
-template <cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices>
-struct Operand<cutlass::tfloat32_t, kMajor, Rows, Columns, kStages, Blocks, kMatrices>
-    : Operand<uint32_t, kMajor, Rows, Columns, kStages, Blocks, kMatrices> {
-  using Base = Operand<uint32_t, kMajor, Rows, Columns, kStages, Blocks, kMatrices>;
+template <cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices, int kAtOnce>
+struct Operand<cutlass::tfloat32_t, kMajor, Rows, Columns, kStages, Blocks, kMatrices, kAtOnce>
+    : Operand<uint32_t, kMajor, Rows, Columns, kStages, Blocks, kMatrices, kAtOnce> {
   using Bits = cutlass::tfloat32_t;
-
-  CUTLASS_DEVICE static auto stage(typename Base::Storage& storage, int index) {
-    auto* const data = reinterpret_cast<cutlass::tfloat32_t*>(storage.data() + index * Base::kElements);
-    return cute::make_tensor(cute::make_smem_ptr(data), typename Base::Stage{});
-  }
 };
 
 }  // namespace cutlass_ops

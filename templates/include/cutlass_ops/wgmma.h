@@ -137,27 +137,13 @@ struct WgmmaIssue;
   CUTLASS_OPS_WGMMA_OF(248, 124, 125, 126, 127, 128, __VA_ARGS__)       \
   CUTLASS_OPS_WGMMA_OF(256, 128, 129, 130, 131, 132, __VA_ARGS__)       
 
-// The instruction as CuTe's MMA operation.
+// The instruction as CuTe's MMA operation, which only says where its results lie: the main loop issues it.
 template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
 struct Wgmma {
   CUTE_DEVICE static void fma(float* d, uint64_t a, uint64_t b, cute::GMMA::ScaleOut scale) {
     WgmmaIssue<N, ElementA, ElementB>::template issue<int(kMajorA), int(kMajorB)>(d, a, b, int(scale));
   }
 };
-
-// Found by CuTe through its arguments; hands the accumulators over as one array.
-template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB, class TD,
-          class LayoutD, class TA, class LayoutA, class TB, class LayoutB, class TC, class LayoutC>
-CUTE_DEVICE void mma_unpack(cute::MMA_Traits<Wgmma<N, ElementA, ElementB, kMajorA, kMajorB>> const& traits,
-                            cute::Tensor<TD, LayoutD>& d, cute::Tensor<TA, LayoutA> const& a,
-                            cute::Tensor<TB, LayoutB> const& b, cute::Tensor<TC, LayoutC> const&) {
-  static_assert(cute::is_rmem<TD>::value, "accumulators lie in registers");
-  CUTE_STATIC_ASSERT_V(cute::size(d) == cute::Int<N / 2>{});
-  auto const descriptors_a = cute::recast<uint64_t>(a);
-  auto const descriptors_b = cute::recast<uint64_t>(b);
-  Wgmma<N, ElementA, ElementB, kMajorA, kMajorB>::fma(cute::raw_pointer_cast(d.data()), descriptors_a[0], descriptors_b[0],
-                                           traits.accumulate_);
-}
 
 }  // namespace cutlass_ops
 
@@ -176,6 +162,4 @@ struct cute::MMA_Traits<cutlass_ops::Wgmma<N, ElementA, ElementB, kMajorA, kMajo
   using ALayout = cute::GMMA::ABLayout<64, kK>;
   using BLayout = cute::GMMA::ABLayout<N, kK>;
   using CLayout = cute::GMMA::CLayout_64xN<N>;
-
-  cute::GMMA::ScaleOut accumulate_ = cute::GMMA::ScaleOut::One;
 };
