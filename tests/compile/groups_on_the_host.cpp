@@ -251,14 +251,14 @@ bool loads_each_group() {
   if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands are refused"), false;
   for (int group = 0; group < experts; ++group) {
     int const first = group * 137;
-    auto const tensors = Grouped::at_row(Grouped{}.load_init(problem, params), first);
-    auto const& [a, b] = tensors;
+    auto const origin = Grouped::origin_of({first, 1});
     for (int tile = 0; tile < 4; ++tile) {
       for (int step = 0; step < 3; ++step) {
         for (int i = 0; i < 64; ++i) {
           for (int j = 0; j < 64; ++j) {
-            auto const at = make_coord(i, j, tile, step, make_coord(0, group));
-            auto const of_rows = address_of(of_x, kSwapped ? b(at) : a(at)), of_b = address_of(of_w, kSwapped ? a(at) : b(at));
+            auto const at = [&](int row) { return make_coord(origin.k + step * 64 + j, row + tile * 64 + i, 0, group); };
+            auto const of_rows = address_of(of_x, at(kSwapped ? origin.row_b : origin.row_a));
+            auto const of_b = address_of(of_w, at(kSwapped ? origin.row_a : origin.row_b));
             int const row = first + tile * 64 + i, column = tile * 64 + i, along = step * 64 + j;
             uint64_t const wanted_x = row < rows && along < k ? uint64_t(x + row * ld + along) : 0;
             uint64_t const wanted_w = column < n && along < k ? uint64_t(w + group * apart + column * line + along) : 0;
@@ -342,12 +342,12 @@ bool loads_each_group_of_k() {
   };
   Encoded const of_x = of(x), of_y = of(y);
   if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands of K are refused"), false;
-  auto const whole = Ragged{}.load_init(problem, params);
-  if (size<3>(get<0>(whole)) != 1) return std::puts("tiles have more than one step"), false;
+  if (size<3>(get<0>(Ragged{}.load_init(problem, params))) != 1) return std::puts("tiles have more than one step"), false;
   if (params.of_group.divisor != 4 * 5) return std::puts("tiles of a group"), false;
   cutlass_ops::RowGroups::Rows const groups[] = {{0, 0}, {0, 1}, {1, 63}, {64, 200}, {99'000, 1000}, {100'000, 0}};
   for (auto const& group : groups) {
-    auto const [a, b] = Ragged::at_group(whole, group);
+    auto const origin = Ragged::origin_of(group);
+    auto const batch = Ragged::batch_of(group);
     int const steps = Ragged::steps_of(group);
     if (steps != (group.size + 63) / 64) return std::puts("steps"), false;
     for (int step = 0; step < steps; ++step) {
@@ -357,10 +357,11 @@ bool loads_each_group_of_k() {
             int const along = step * 64 + j, row = tile * 64 + i, column = tile * 32 + i;
             uint64_t const first = group.first + along;
             bool const inside = along < group.size;
-            auto const from_a = address_of(of_x, a(make_coord(i, j, tile, step, make_coord(0, 0))));
+            auto const at = [&](int row) { return make_coord(row, origin.k + along, get<0>(batch), get<1>(batch)); };
+            auto const from_a = address_of(of_x, at(row));
             if (from_a != (inside && row < m ? uint64_t(x + first * ld_a + row) : 0)) return std::puts("A of K"), false;
             if (i >= 32) continue;
-            auto const from_b = address_of(of_y, b(make_coord(i, j, tile, step, make_coord(0, 0))));
+            auto const from_b = address_of(of_y, at(column));
             if (from_b != (inside && column < n ? uint64_t(y + first * ld_b + column) : 0)) return std::puts("B of K"), false;
           }
         }

@@ -222,9 +222,13 @@ class GroupedMainloop : public Base {
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
     int const group = cute::get<1>(cute::get<3>(coord));
     RowGroups::Rows const rows = params.groups.of(group);
-    Origin origin;
-    (kSwapped ? origin.row_b : origin.row_a) = rows.first;
-    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, origin, coord, step, count, lane, rank, storage);
+    Base::load(params, scales_of(params.scales, rows, group), pipeline, state, origin_of(rows), coord, step, count, lane, rank,
+               storage);
+  }
+
+  // Where a group's tiles are loaded from.
+  CUTLASS_DEVICE static Origin origin_of(RowGroups::Rows rows) {
+    return kSwapped ? Origin{0, rows.first, 0} : Origin{rows.first, 0, 0};
   }
 
   // The scales of a group's blocks, if blocks have any: they begin where those of its rows and of its matrix do.

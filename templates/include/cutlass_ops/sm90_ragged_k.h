@@ -134,18 +134,22 @@ class RaggedKMainloop : public Base {
 
   // ---- Producer ----
 
-  // Both operands are loaded from the group's first row on, and none of their rows behind its last one (ragged.h).
+  // Where a group's tiles are loaded from, and the batch's coordinates: both operands from the group's first row on, and none
+  // of their rows behind its last one (ragged.h).
+  CUTLASS_DEVICE static Origin origin_of(RowGroups::Rows group) { return {0, 0, kRaggedRows - group.size}; }
+  CUTLASS_DEVICE static auto batch_of(RowGroups::Rows group) {
+    return cute::make_coord(group.first + group.size, cute::Int<kRaggedRows>{});
+  }
+
   template <class State, class Tensors, class Coord, class Step>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, State const&, Tensors const&,
                            Coord const& coord, Step const&, int, int lane, uint32_t rank, TensorStorage& storage) {
     using namespace cute;
     RowGroups::Rows const group = params.groups.of(int(get<0>(get<3>(coord))));
     int const steps = steps_of(group);
-    auto const here = make_coord(get<0>(coord), get<1>(coord), get<2>(coord),
-                                 make_coord(group.first + group.size, Int<kRaggedRows>{}));
-    Origin origin;
-    origin.k = kRaggedRows - group.size;
-    Base::load(params, params.scales, pipeline, filled_, origin, here, make_coord_iterator(steps), steps, lane, rank, storage);
+    auto const here = make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch_of(group));
+    Base::load(params, params.scales, pipeline, filled_, origin_of(group), here, make_coord_iterator(steps), steps, lane, rank,
+               storage);
     filled_.advance(steps);
   }
 
