@@ -269,7 +269,8 @@ def lineinfo_enabled() -> bool:
 
 def stand_in() -> bool:
     """Whether PyTorch serves a call until its best kernel is compiled. Raises ValueError if the value is not 0 or 1."""
-    return _choice(STAND_IN, {"0": False, "1": True}, True)
+    # Each call that PyTorch serves asks: an unset variable is told without further calls.
+    return os.environ.get(STAND_IN.name) is None or _choice(STAND_IN, {"0": False, "1": True}, True)
 
 
 def remembers_choices() -> bool:

@@ -46,8 +46,8 @@ class Operands:
     def __init__(self, manner: Manner, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> None:
         self.a, self.b, self.inputs = a, b, inputs
         self.wide, self.form, self.math, self.eps, self.graph = manner
-        each = inputs["offsets"].shape if self.form == RAGGED_K else a.shape[:-2]
-        self.shape = torch.Size((*each, a.shape[-2], b.shape[-1]))
+        rows = a.shape[:-1] if self.form is not RAGGED_K else (*inputs["offsets"].shape, a.shape[-2])
+        self.shape = (*rows, b.shape[-1])  # D's
         self._left: Tensor | None = None
         self._ends: Tensor | None = None
 

@@ -94,27 +94,28 @@ class _Like(NamedTuple):
 
     def read(self, x: Any, batch: tuple[int, ...], device: torch.device) -> Any:
         """Return an argument as the checked one was computed with; None if it needs checking."""
-        if self.dtype is None or not isinstance(x, Tensor):
-            return None if isinstance(x, Tensor) or self.dtype is not None else x
-        if x.dtype is not self.dtype or x.device != device:
+        shape, strides, dtype, own = self
+        if dtype is None or not isinstance(x, Tensor):
+            return None if isinstance(x, Tensor) or dtype is not None else x
+        if x.dtype is not dtype or x.device != device:
             return None
-        if self.own is None:
-            return x if x.shape == self.shape and x.stride() == self.strides else None
-        rows = 1 + len(self.own)
-        if x.shape != (*batch, *self.own):
+        if own is None:
+            return x if x.shape == shape and x.stride() == strides else None
+        if x.shape != batch + own:
             return None
-        if x.ndim > rows:
-            return x.view(-1, *self.own) if x.is_contiguous() else None
-        return x if len(x) == 1 or self._lies_alike(x) else None
+        if len(batch) > 1:
+            return x.view(-1, *own) if x.is_contiguous() else None
+        if not own:
+            return x if batch == (1,) or x.stride(0) == 1 else None
+        return x if batch == (1,) or self._lies_alike(x) else None
 
     def _lies_alike(self, x: Tensor) -> bool:
         """Whether a kernel for the checked argument reads x, too: no value twice, and from lines as aligned."""
-        if not self.own:
-            return x.stride(0) == 1
-        inner, outer = (1, 0) if self.strides[1] == 1 else (0, 1)
-        line = x.stride(outer)
-        aligned = (x.data_ptr() | line * x.element_size()) % arch.TMA_ALIGNMENT_BYTES == 0
-        return x.stride(inner) == 1 and line >= x.shape[inner] and aligned
+        line, inner = x.stride()
+        extent = x.shape[1]
+        if self.strides[1] != 1:
+            line, inner, extent = inner, line, x.shape[0]
+        return inner == 1 and line >= extent and (x.data_ptr() | line * x.itemsize) % arch.TMA_ALIGNMENT_BYTES == 0
 
 
 _FOLLOW_ROWS = (Kind.TILE, Kind.COL, Kind.BLOCKS_A)
@@ -165,7 +166,10 @@ class AtAnyRows(AnyPlan):
             self.compute.form == GROUPED or not _can_be_written(given, shapes, (a, b, *inputs), device)
         ):
             return None
-        results = list(map(shaped, self.compute(flat[0], flat[1], flat[2:]), shapes))
+        results = [
+            x if x.shape == shape else shaped(x, shape)
+            for x, shape in zip(self.compute(flat[0], flat[1], flat[2:]), shapes, strict=True)
+        ]
         if given is None:
             return tuple(results)
         return tuple(x if to is None else to.copy_(x) for x, to in zip(results, given, strict=True))

@@ -41,12 +41,13 @@ def may_stand_in() -> bool:
 
 def serves_again() -> bool:
     """Whether PyTorch serves a call as it served one before. If not, the call requests its kernel, or waits."""
-    return env.stand_in() and not is_gathering() and not is_captured()
+    return not REGIONS and not is_captured() and env.stand_in()
 
 
 def is_captured() -> bool:
     """Whether a CUDA graph captures what runs now."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    is_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_in_use and torch.cuda.is_current_stream_capturing()
 
 
 def waits(decision: Decision) -> bool:

@@ -124,7 +124,7 @@ def _one_stream() -> None:
     """Have streams, events and graphs without a GPU."""
     stand_ins = {"Stream": _Stream, "Event": _Stream, "CUDAGraph": _Graph, "graph": _graph}
     stand_ins |= {"stream": lambda _: contextlib.nullcontext(), "current_stream": lambda *_: _Stream()}
-    stand_ins["is_current_stream_capturing"] = lambda: bool(_capturing)
+    stand_ins |= dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: bool(_capturing))
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = _Generator  # type: ignore[misc]
