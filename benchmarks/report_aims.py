@@ -324,8 +324,8 @@ AIMS: Sequence[Aim] = (
     ),
     Aim(
         "torch.compile's default mode at once: the tenth iteration ≥ PyTorch's", "cold_compile_h200", tenth,
-        least=1.0, missed="PyTorch serves two operators of the module, which cost the host 0.17 ms more than its own do "
-        "beside compilers. With kernels, the module has 0.97 of PyTorch's speed.",
+        least=1.0, missed="PyTorch serves two operators of the module, which cost the host 0.17 ms more than its own "
+        "do beside compilers. With kernels, the module has 0.97 of PyTorch's speed.",
     ),
     Aim(
         "a wheel of all kernels for sm_90a, at 3%: ≤ 60 MB", "pool_sizes",
