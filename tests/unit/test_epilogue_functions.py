@@ -144,6 +144,7 @@ def test_equal_epilogues_have_their_own_names_and_one_kernel():
     for each in (first, second):
         with pytest.raises(TypeError, match=rf"^{each.name} takes \(a, b, offset\)"):
             co.gemm(A, B, epilogue=each)
+        assert each.name in str(co.explain(co.gemm, A, B, epilogue=each, offset=BIAS)).splitlines()[0]
         program = torch.export.export(Calls(each), (A,))
         assert f"'{each.name} {{" in program.graph_module.print_readable(print_output=False)
 

@@ -158,6 +158,10 @@ def of_scan(jax, gemm, a, b):
     return jax.lax.scan(lambda c, _: (gemm(c, b), None), a, None, length=3)[0]
 
 
+def of_cond(jax, gemm, a, b):
+    return jax.lax.cond(a[0, 0] > 0, lambda: gemm(a, b), lambda: a)
+
+
 def of_product(jax, gemm, a, b):
     return gemm(a, b)
 
@@ -177,6 +181,8 @@ MAPPED = {
     "sums are not added": (of_product, ("d", "e"), ("e", None), ("d",), True),
     "scan": (of_scan, ("d", None), (None, None), ("d",), False),
     "scan is not all": (of_scan, ("d", None), (None, None), (), True),
+    "cond": (of_cond, ("d", None), (None, None), ("d",), False),
+    "cond is not all": (of_cond, ("d", None), (None, None), (), True),
 }
 
 

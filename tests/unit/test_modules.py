@@ -192,6 +192,28 @@ def test_a_module_is_copied_pickled_begun_on_meta_and_moved(name):
         assert call(half, [x.half() for x in given]).dtype is torch.float16
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_begun_on_meta_is_reset_as_pytorch_s_are(name):
+    """As FSDP and torchtitan do: each module with a ``reset_parameters`` is reset once it has memory."""
+    begun = MODULES[name][0](device="meta").to_empty(device="cpu")
+    for p in begun.parameters():
+        p.data.fill_(float("nan"))
+    for each in begun.modules():
+        if hasattr(each, "reset_parameters"):
+            each.reset_parameters()
+    assert all(p.isfinite().all() for p in begun.parameters())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_takes_the_tensors_of_another_dtype(name):
+    module, given = made(name)
+    wide = copy.deepcopy(module).float()
+    module.load_state_dict(copy.deepcopy(wide).state_dict(), assign=True)
+    assert all(p.dtype is torch.float32 for p in module.parameters())
+    with torch.no_grad():
+        assert torch.equal(call(module, [x.float() for x in given]), call(wide, [x.float() for x in given]))
+
+
 def test_state_dicts_are_pytorch_s():
     pairs = [
         (co.nn.Linear(K, N, activation="gelu"), nn.Linear(K, N)),

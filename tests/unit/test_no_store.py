@@ -9,9 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from fake_device import Everything, fake_device
 from fake_toolkit import FakeToolkit, sm80_spec
 from processes import WITHOUT_PYTORCH
 
+import cutlass_ops as co
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore, Temporary
 from cutlass_ops.base import env
@@ -164,6 +167,19 @@ def broken(request, monkeypatch, tmp_path):
 
 
 # ---- What calls find -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(10)
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_pytorch_serves_and_an_explanation_needs_no_store(broken, monkeypatch):
+    with fake_device(monkeypatch) as fake:
+        fake.absent = Everything()
+        x, w, bias = (torch.randn(shape).bfloat16() for shape in ((24, 64), (32, 64), (32,)))
+        for _ in range(3):
+            found = co.gemm_bias_relu(x, w.t(), bias)
+            exact = torch.relu(x.double() @ w.double().t() + bias.double())
+            assert (found.double() - exact).norm() <= 0.01 * exact.norm()
+        assert co.explain(co.gemm_bias_relu, x, w.t(), bias).candidates
 
 
 @pytest.mark.sample(10)

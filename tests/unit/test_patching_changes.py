@@ -240,6 +240,18 @@ def test_a_patched_model_may_get_another_dtype(name, dtype):
     near(logits_of(model), logits_of(plain.to(BF16)))
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")  # PyTorch's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_one_layer_of_a_patched_model_may_get_another_dtype(dtype):
+    """As ``lm_head.float()`` in programs that want logits in FP32."""
+    model = model_of("Llama")
+    co.patch(model, verbose=False)
+    plain, x = copy.deepcopy(model.lm_head), torch.randn(2, model.lm_head.in_features, dtype=dtype)
+    model.lm_head.to(dtype)
+    wanted = torch.nn.functional.linear(x, plain.weight.to(dtype))
+    assert torch.equal(model.lm_head(x), wanted)
+
+
 TRANSFORMS = {
     "vmap": lambda f, x: torch.func.vmap(f)(x),
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).float().square().sum())(x),

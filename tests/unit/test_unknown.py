@@ -26,7 +26,13 @@ MEANT = {
         "qqq": "",
         "bessel": "",
     },
-    "cutlass_ops.e": {"relu7": "did you mean relu or", "celu": "write alpha * co.e.elu(x / alpha)", "qqq": ""},
+    "cutlass_ops.e": {
+        "relu7": "did you mean relu or",
+        "celu": "write alpha * co.e.elu(x / alpha)",
+        "swish": "did you mean silu?",
+        "softmax": "softmax needs a whole row of D",
+        "qqq": "",
+    },
     "cutlass_ops.nn": {
         "Linar": "did you mean Linear",
         "RMSNorm": "did you mean RMSNormLinear",
