@@ -87,12 +87,10 @@ struct Operand {
 // No second matrix.
 struct NoCopy {};
 
-// CuTe's type of a copy by TMA, as device code has it: of the host's, it needs the descriptor alone.
-struct TmaCopy {
-  CUTLASS_DEVICE cute::TmaDescriptor const* get_tma_descriptor() const { return &descriptor; }
-
-  cute::TmaDescriptor descriptor;
-  char rest;  // CuTe's strides, which are types
+// How TMA reads one matrix.
+struct Descriptors {
+  cute::TmaDescriptor whole;
+  cute::TmaDescriptor last;  // for boxes whose last rows are beyond the matrix
 };
 
 // Where loads of tiles begin: within matrices of which a part is multiplied (sm90_grouped.h, sm90_ragged_k.h).
@@ -103,8 +101,7 @@ struct Origin {
 // What one block loads of an operand's tile: boxes of rows, as long as the matrix has any.
 template <class Operand, bool kBatched>
 struct Filler {
-  cute::TmaDescriptor const* whole;
-  cute::TmaDescriptor const* last;  // for a box whose last rows are beyond the matrix
+  Descriptors const* descriptors;
   uint16_t mask;
   int left;      // rows of the matrix from the first one on that this block loads
   int row, k;    // that one, and the first of the steps along K
@@ -116,7 +113,7 @@ struct Filler {
     auto* const at = to + stage * Operand::kElements;
     int const first = k + step * Operand::kColumns;
     if (left <= 0) return;
-    auto const* const from = !Operand::kAnyRows || left >= Operand::kSlice ? whole : last;
+    auto const* const from = !Operand::kAnyRows || left >= Operand::kSlice ? &descriptors->whole : &descriptors->last;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Operand::kBoxes; ++i) {
       if constexpr (Operand::kAnyRows) {
@@ -269,27 +266,10 @@ class Mainloop {
     typename Scales::Params scales = {};
   };
 
-#if CUTLASS_OPS_HOST
-  using TMA_A = decltype(cute::make_tma_copy_A_sm90(
-      typename A::Load{}, cute::make_tensor(static_cast<typename A::Bits const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
-      typename A::Part{}, Part{}, Cluster{}));
-  using TMA_B = decltype(cute::make_tma_copy_B_sm90(
-      typename B::Load{}, cute::make_tensor(static_cast<typename B::Bits const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
-      typename B::Part{}, Part{}, Cluster{}));
-  static_assert(sizeof(TMA_A) == sizeof(TmaCopy) && alignof(TMA_A) == alignof(TmaCopy));
-  static_assert(sizeof(TMA_B) == sizeof(TmaCopy) && alignof(TMA_B) == alignof(TmaCopy));
-#else
-  using TMA_A = TmaCopy;
-  using TMA_B = TmaCopy;
-#endif
-
   struct Params {
-    TMA_A tma_load_a;
-    TMA_B tma_load_b;
-    cute::conditional_t<kProducts == 1, NoCopy, cute::conditional_t<kSwapped, TMA_A, TMA_B>> tma_load_second;
-    // The same for boxes whose last rows are beyond the matrix.
-    cute::TmaDescriptor last_a, last_b;
-    cute::conditional_t<kProducts == 1, NoCopy, cute::TmaDescriptor> last_second;
+    // For boxes of rows that the matrix has, and for those whose last rows are beyond it.
+    Descriptors a, b;
+    cute::conditional_t<kProducts == 1, NoCopy, Descriptors> second;
     int rows_a = 0, rows_b = 0;  // of each matrix
     uint32_t tma_transaction_bytes = TmaTransactionBytes;
     float inverse_k = 0.0f;
@@ -300,25 +280,17 @@ class Mainloop {
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
     using namespace cute;
-    auto const m = get<0>(problem), n = get<1>(problem), k = get<2>(problem), l = get<3>(problem);
-    auto const copy_a = [&](ElementA const* data, StrideA const& stride) {
-      auto const a = make_tensor(reinterpret_cast<typename A::Bits const*>(data), make_shape(m / kMatricesA, k, l), stride);
-      return make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Part{}, Part{}, Cluster{});
-    };
-    auto const copy_b = [&](ElementB const* data, StrideB const& stride) {
-      auto const b = make_tensor(reinterpret_cast<typename B::Bits const*>(data), make_shape(n / kMatricesB, k, l), stride);
-      return make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Part{}, Part{}, Cluster{});
-    };
+    auto const [m, n, k, l] = problem;
     Params params{};
     params.rows_a = int(m) / kMatricesA;
     params.rows_b = int(n) / kMatricesB;
     auto const& [ptr_a, d_a, ptr_b, d_b, ptr_second, d_second, rows, scales] = arguments;
-    encode<A>(params.rows_a, copy_a, ptr_a, d_a, params.tma_load_a, params.last_a);
-    encode<B>(params.rows_b, copy_b, ptr_b, d_b, params.tma_load_b, params.last_b);
+    params.a = encoded<A>(ptr_a, params.rows_a, k, l, d_a);
+    params.b = encoded<B>(ptr_b, params.rows_b, k, l, d_b);
     if constexpr (kProducts == 2 && kSwapped) {
-      encode<A>(params.rows_a, copy_a, ptr_second, d_second, params.tma_load_second, params.last_second);
+      params.second = encoded<A>(ptr_second, params.rows_a, k, l, d_second);
     } else if constexpr (kProducts == 2) {
-      encode<B>(params.rows_b, copy_b, ptr_second, d_second, params.tma_load_second, params.last_second);
+      params.second = encoded<B>(ptr_second, params.rows_b, k, l, d_second);
     }
     params.inverse_k = 1.0f / float(k);
     params.rows = rows;
@@ -327,14 +299,13 @@ class Mainloop {
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
-    cute::prefetch_tma_descriptor(params.tma_load_a.get_tma_descriptor());
-    cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
-    cute::prefetch_tma_descriptor(&params.last_a);
-    cute::prefetch_tma_descriptor(&params.last_b);
-    if constexpr (kProducts == 2) {
-      cute::prefetch_tma_descriptor(params.tma_load_second.get_tma_descriptor());
-      cute::prefetch_tma_descriptor(&params.last_second);
-    }
+    auto const prefetch = [](Descriptors const& of) {
+      cute::prefetch_tma_descriptor(&of.whole);
+      cute::prefetch_tma_descriptor(&of.last);
+    };
+    prefetch(params.a);
+    prefetch(params.b);
+    if constexpr (kProducts == 2) prefetch(params.second);
   }
 
   // ---- Producer ----
@@ -371,21 +342,21 @@ class Mainloop {
       for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
     }
     int const left_a = params.rows_a - block_m * A::kRows, left_b = params.rows_b - block_n * B::kRows;
-    auto const filler_a = [&](auto const& load, TmaDescriptor const& last, int matrix) {
-      return filler_of<A>(load, last, mask_a, left_a, block_m, origin.row_a, origin.k, batch, int(y), storage.smem_A, matrix);
+    auto const filler_a = [&](Descriptors const& from, int matrix) {
+      return filler_of<A>(from, mask_a, left_a, block_m, origin.row_a, origin.k, batch, int(y), storage.smem_A, matrix);
     };
-    auto const filler_b = [&](auto const& load, TmaDescriptor const& last, int matrix) {
-      return filler_of<B>(load, last, mask_b, left_b, block_n, origin.row_b, origin.k, batch, int(x), storage.smem_B, matrix);
+    auto const filler_b = [&](Descriptors const& from, int matrix) {
+      return filler_of<B>(from, mask_b, left_b, block_n, origin.row_b, origin.k, batch, int(x), storage.smem_B, matrix);
     };
-    auto const load_a = filler_a(params.tma_load_a, params.last_a, 0);
-    auto const load_b = filler_b(params.tma_load_b, params.last_b, 0);
+    auto const load_a = filler_a(params.a, 0);
+    auto const load_b = filler_b(params.b, 0);
     auto const load_second = [&] {
       if constexpr (kProducts == 1) {
         return NoCopy{};
       } else if constexpr (kSwapped) {
-        return filler_a(params.tma_load_second, params.last_second, 1);
+        return filler_a(params.second, 1);
       } else {
-        return filler_b(params.tma_load_second, params.last_second, 1);
+        return filler_b(params.second, 1);
       }
     }();
     uint32_t const missing = load_a.missing(left_a) + load_b.missing(left_b);
@@ -505,12 +476,12 @@ class Mainloop {
 
  private:
   // Of one matrix's tile, this block's part among those of blocks that multicast it.
-  template <class Operand, class Copy>
-  CUTLASS_DEVICE static Filler<Operand, kBatched> filler_of(Copy const& load, cute::TmaDescriptor const& last, uint16_t mask,
-                                                            int left, int tile, int row, int k, int const (&batch)[2],
-                                                            int part, typename Operand::Storage& storage, int matrix) {
+  template <class Operand>
+  CUTLASS_DEVICE static Filler<Operand, kBatched> filler_of(Descriptors const& from, uint16_t mask, int left, int tile, int row,
+                                                            int k, int const (&batch)[2], int part,
+                                                            typename Operand::Storage& storage, int matrix) {
     int const first = Operand::kMulticast ? part * Operand::kSlice : 0, first_row = Operand::kAnyRows ? first : 0;
-    return {load.get_tma_descriptor(), &last, mask, left - first_row, row + tile * Operand::kRows + first_row,
+    return {&from, mask, left - first_row, row + tile * Operand::kRows + first_row,
             k + first - first_row, {batch[0], batch[1]},
             storage.data() + (matrix * Operand::kLines + first) * Operand::kLine};
   }
@@ -700,16 +671,29 @@ class Mainloop {
     }
   }
 
-  // One matrix's descriptors.
-  template <class Operand, class Copy, class Element, class Stride, class Load>
-  static void encode(int rows, Copy const& copy, Element const* data, Stride const& stride, Load& load,
-                     cute::TmaDescriptor& last) {
-    load = copy(data, stride);
-    last = *load.get_tma_descriptor();
-    int const left = rows % Operand::kSlice;
-    if (!Operand::kAnyRows || left == 0) return;
-    Shortened const shortened(Operand::kSlice, left);
-    last = *copy(data, stride).get_tma_descriptor();
+  // One matrix's descriptors: `rows` lines of `k` elements or the other way round, in `batches` that lie as the stride says.
+  template <class Operand, class Element, class Batches, class Stride>
+  static Descriptors encoded(Element const* data, int rows, int64_t k, Batches const& batches, Stride const& stride) {
+    using namespace cute;
+    constexpr bool kAnyRows = Operand::kAnyRows;
+    auto const type = TMA::to_CUtensorMapDataType<typename Operand::Bits>();
+    constexpr auto kSwizzle = CUtensorMapSwizzle(Operand::kSwizzle);
+    uint32_t box[] = {uint32_t(Operand::kLine), uint32_t(Operand::kSlice), 1, 1};
+    uint64_t extents[4] = {uint64_t(kAnyRows ? k : rows), uint64_t(kAnyRows ? rows : k)};
+    uint64_t apart[3] = {uint64_t(get<kAnyRows ? 0 : 1>(stride))};  // elements
+    for_each(make_seq<kBatched ? 2 : 1>{}, [&](auto i) {
+      extents[2 + i] = uint64_t(get<i>(wrap(batches)));
+      apart[1 + i] = uint64_t(get<i>(wrap(get<2>(stride))));
+    });
+    for (auto& each : apart) each *= sizeof(Element);
+    Descriptors found;
+    encode(found.whole, type, kBatched ? 4 : 3, data, extents, apart, box, kSwizzle);
+    found.last = found.whole;
+    if (int const left = rows % Operand::kSlice; kAnyRows && left != 0) {
+      box[1] = uint32_t(left);
+      encode(found.last, type, kBatched ? 4 : 3, data, extents, apart, box, kSwizzle);
+    }
+    return found;
   }
 
   // Counts bytes at a barrier of this block as if they had come.

@@ -4,11 +4,9 @@
 //   the weight's bandwidth is the limit, kernels take 0.2 to 1.4% less time.
 // - What the driver refuses is an error of the launch. CuTe prints it and goes on with a descriptor of zeros.
 // - The driver's function is looked up once, not three times a launch.
-// - A descriptor's box can have fewer rows than CuTe's layouts say, which are static (`Shortened`).
 
 #pragma once
 
-#include <algorithm>
 #include <tuple>
 
 #if defined(CUTE_HOST_DEVICE)
@@ -39,43 +37,18 @@ inline auto find_encoder() {
   return there ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found) : nullptr;
 }
 
-// While one lives, boxes of descriptors that this thread encodes have `left` rows for `rows`: their second extent, in an
-// operand with K along its lines.
-class Shortened {
- public:
-  Shortened(uint32_t rows, uint32_t left) : rows_(rows), left_(left) { current() = this; }
-  ~Shortened() { current() = nullptr; }
-  Shortened(Shortened const&) = delete;
-
-  static Shortened*& current() {
-    static thread_local Shortened* shortened = nullptr;
-    return shortened;
-  }
-  bool apply(uint32_t* box) const {
-    bool const expected = box[1] == rows_;
-    box[1] = left_;
-    return expected;
-  }
-
- private:
-  uint32_t rows_, left_;
-};
+inline auto encoder() {
+  static auto const found = find_encoder();
+  return found;
+}
 
 // Takes what the driver's function takes.
 template <class... Arguments>
 CUresult driver_cuTensorMapEncodeTiled(Arguments... arguments) {
-  static auto const encode = find_encoder();
+  auto const encode = encoder();
   std::tuple<Arguments...> all(arguments...);
   std::get<CUtensorMapL2promotion>(all) = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-  constexpr int kRank = 2, kBox = 6, kMost = 5;
-  bool legal = encode != nullptr;
-  uint32_t box[kMost];
-  if (auto const* const shortened = Shortened::current()) {
-    std::copy_n(std::get<kBox>(all), std::get<kRank>(all), box);
-    legal = legal && shortened->apply(box);
-    std::get<kBox>(all) = box;
-  }
-  CUresult const error = legal ? std::apply(encode, all) : CUDA_ERROR_NOT_SUPPORTED;
+  CUresult const error = encode != nullptr ? std::apply(encode, all) : CUDA_ERROR_NOT_SUPPORTED;
   if (error != CUDA_SUCCESS && descriptor_error() == CUDA_SUCCESS) descriptor_error() = error;
   return CUDA_SUCCESS;  // CuTe would print another
 }
@@ -92,3 +65,17 @@ CUresult driver_cuTensorMapEncodeIm2col(Arguments... arguments) {
 #define CUTLASS_CUDA_DRIVER_WRAPPER_CALL(function) cutlass_ops::driver_##function
 
 #include "cute/tensor.hpp"
+
+namespace cutlass_ops {
+
+// Encodes how TMA reads boxes of a tensor, whose elements lie beside each other along its first mode. The other modes are
+// `apart` bytes.
+inline void encode(cute::TmaDescriptor& descriptor, CUtensorMapDataType type, uint32_t rank, void const* data,
+                   uint64_t const* extents, uint64_t const* apart, uint32_t const* box, CUtensorMapSwizzle swizzle) {
+  uint32_t const every[] = {1, 1, 1, 1, 1};
+  driver_cuTensorMapEncodeTiled(&descriptor, type, rank, const_cast<void*>(data), extents, apart, box, every,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace cutlass_ops
