@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import _symbolic_trace
 from torch.nn.modules.module import _has_any_global_hook
 
 from cutlass_ops.base import arch
@@ -122,10 +123,11 @@ def are_read(kinds: tuple[type, ...], *modules: Any) -> bool:
 def parameter(module: Any, name: str) -> Any:
     """Return a module's parameter, or the attribute in its place, such as that of ``torch.nn.utils.weight_norm``.
 
-    An attribute of a module takes ten times as long as an entry of its parameters.
+    An attribute of a module takes ten times as long as an entry of its parameters. ``torch.fx`` watches attributes
+    alone: what it traces would keep the tensor as a constant.
     """
     own = module._parameters
-    return own[name] if name in own else getattr(module, name, None)
+    return own[name] if name in own and not _symbolic_trace._is_fx_tracing_flag else getattr(module, name, None)
 
 
 # ---- Operands --------------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def matrix(weight: Tensor) -> Tensor:
     """Return the B of a weight (N, K)."""
     found = readable(weight)
     # The former takes half the time. PyTorch's tracer fails at that of a class of one's own.
-    return found.mT if found.ndim == 2 and type(found) in _PLAIN else found.t()
+    return found.mT if type(found) in _PLAIN and found.ndim == 2 else found.t()
 
 
 def readable(weight: Tensor) -> Tensor:
@@ -171,7 +173,8 @@ def matrices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     A copy has no ``main_grad``. With gradients each product is a GEMM of its own, which reads either way.
     """
     first, second = readable(first), readable(second)
-    if not first.is_contiguous() or not second.is_contiguous():
+    # To a tracer that sees no tensors, all lie alike.
+    if isinstance(first, Tensor) and not (first.is_contiguous() and second.is_contiguous()):
         alike = (has_lines_along(first, inner) and has_lines_along(second, inner) for inner in (1, 0))
         if not any(alike) and not has_main_grad(*(w for w in (first, second) if w.requires_grad)):
             first, second = first.contiguous(), second.contiguous()

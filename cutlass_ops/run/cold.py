@@ -192,6 +192,8 @@ def decided(name: str, call: Call) -> Decision:
     """Decide what serves an op's call. Raises UnsupportedError if no single kernel does."""
     if call.why_apart is not None:
         raise UnsupportedError(f"{name}: {call.why_apart}")
+    if not call.problem.n or not call.problem.count:
+        raise UnsupportedError(f"{name}: D has no elements, and no kernel runs")
     device = device_of(call.arguments.a.device)
     return _decided(name, signature_of(call, device), device, call)
 

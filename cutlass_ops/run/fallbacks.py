@@ -99,15 +99,20 @@ class _Like(NamedTuple):
             return None if isinstance(x, Tensor) or dtype is not None else x
         if x.dtype is not dtype or x.device != device:
             return None
+        # What no kernel reads from any address is refused, also while PyTorch serves.
         if own is None:
-            return x if x.shape == shape and x.stride() == strides else None
+            if x.shape != shape or x.stride() != strides:
+                return None
+            return x if len(shape) < 2 or x.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 else None
         if x.shape != batch + own:
             return None
         if len(batch) > 1:
             return x.view(-1, *own) if x.is_contiguous() else None
         if not own:
             return x if batch == (1,) or x.stride(0) == 1 else None
-        return x if batch == (1,) or self._lies_alike(x) else None
+        if batch == (1,):
+            return x if x.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 else None
+        return x if self._lies_alike(x) else None
 
     def _lies_alike(self, x: Tensor) -> bool:
         """Whether a kernel for the checked argument reads x, too: no value twice, and from lines as aligned."""

@@ -255,10 +255,6 @@ def test_a_symbolic_trace_holds_ops_and_layers():
     assert near(traced(x), (x.double() @ weight.t() + bias) @ layers.weight.double().t())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="docs/modules.md says that this works, but the `**inputs` of forward is a Proxy, and it is asked for truth",
-)
 def test_a_symbolic_trace_of_one_layer_without_a_residual():
     """pytorch#84515: torch.fx cannot trace a layer that is the root itself."""
     layer, x = co.nn.Linear(64, 32, dtype=BF16), draw(8, 64)
@@ -266,14 +262,6 @@ def test_a_symbolic_trace_of_one_layer_without_a_residual():
     assert torch.equal(traced(x), layer(x))
 
 
-KEPT_AS_CONSTANT = pytest.mark.xfail(
-    strict=True,
-    reason="nn.reading.parameter reads module._parameters, past what torch.fx watches, so the transpose of a weight is "
-    "computed while the module is traced, and kept as a constant instead of the parameter",
-)
-
-
-@KEPT_AS_CONSTANT
 @pytest.mark.parametrize("name", ["mlp", "gate"])
 def test_a_symbolic_trace_keeps_the_parameters(net, name):
     """pytorch#99407, torchdynamo#203: parameters are constants of a trace, and are missing in its state_dict."""
@@ -285,7 +273,6 @@ def test_a_symbolic_trace_keeps_the_parameters(net, name):
     assert torch.equal(traced(x), other(x))
 
 
-@KEPT_AS_CONSTANT
 def test_a_symbolic_trace_is_copied(net):
     """pytorch#48448: a deepcopy is refused, because a module holds what was computed from its parameters."""
     traced, x = torch.fx.symbolic_trace(torch.nn.Sequential(net.mlp)), draw(8, 64)
@@ -311,16 +298,6 @@ class Op(torch.nn.Module):
 def test_the_older_onnx_exporter_names_the_operator_that_it_refuses():
     """Model-Optimizer#15: the export to ONNX fails at some other operator, far from what has no ONNX form."""
     assert "cutlass_ops::fused_gemm" in onnx_error(Op(), draw(8, 64))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="modules transpose a weight by aten::mT, which that exporter refuses first, so the error names that",
-)
-@pytest.mark.filterwarnings("ignore")
-def test_the_older_onnx_exporter_names_the_operator_of_a_module(net):
-    """TE#2588: which part of a layer cannot be exported to ONNX is not said."""
-    assert "cutlass_ops::fused" in onnx_error(net, draw(8, 64))
 
 
 @pytest.mark.filterwarnings("ignore")

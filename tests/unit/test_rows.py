@@ -5,7 +5,7 @@ import torch
 from fake_device import Everything, fake_device
 
 import cutlass_ops as co
-from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.base.errors import ToolchainError, UnsupportedError
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
 
@@ -330,3 +330,39 @@ def test_results_of_pytorch_are_no_views_and_share_no_memory(missing, batch):
         assert len(memory) == 4
         assert torch.equal(results.given, residual)
         assert not any(x._is_view() for x in results)
+
+
+def misaligned(x):
+    """The same values, one element beyond an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def test_what_no_kernel_reads_is_refused_at_other_rows_too(missing):
+    """Whatever came before: a server must not fail once its kernels are there."""
+    f8 = torch.float8_e4m3fn
+    w, x = (matrix(rows, 32).to(f8) for rows in (48, 8))
+    experts, grouped = matrix(3 * 24, 16).view(3, 24, 16), matrix(9, 16)
+
+    def groups(a, b):
+        return co.gemm(a, b.mT, groups=co.Groups(torch.tensor([3, 3, len(a)], dtype=torch.int32)))
+
+    for rows in (5, 6):
+        co.gemm(x[:rows], w.t())
+        groups(grouped[:rows], experts)
+    off = torch.zeros(w.numel() + 1, dtype=f8)[1:].view(w.shape).copy_(w)
+    one = torch.zeros(33, dtype=f8)[1:].view(1, 32).copy_(x[:1])
+    calls = [
+        lambda: co.gemm(x[:3], off.t()),
+        lambda: co.gemm(one, w.t()),
+        lambda: groups(grouped[:4], misaligned(experts)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="multiples of 16 bytes"):
+            call()
+
+
+@pytest.mark.parametrize("shapes", [((3, 8), (8, 0)), ((0, 3, 8), (0, 8, 8))], ids=str)
+def test_a_result_without_elements_has_no_plan(shapes):
+    a, b = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    with pytest.raises(UnsupportedError, match="D has no elements"):
+        co.gemm_bias.plan(a, b, torch.zeros(b.shape[-1], dtype=torch.bfloat16))
