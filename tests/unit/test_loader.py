@@ -76,10 +76,11 @@ def host_library(tmp_path_factory, toolchain):
 
 @pytest.fixture
 def put(tmp_path, toolchain):
-    def _put(data, stages=3):
+    def _put(data, stages=3, **said):
         store = KernelStore(tmp_path / "store")
         # Every test loads a kernel of its own: what is loaded stays.
         identity = kernel_identity(sm80_spec(stages), f"// {tmp_path}", toolchain)
+        identity["toolchain"] = identity["toolchain"] | said
         folder = store.workspace(identity_key(identity), "source")
         (folder / "kernel.so").write_bytes(data)
         resources = ({"function": "f", "registers": 128, "static_shared_memory": 0},)
@@ -205,6 +206,25 @@ def test_cudart_is_looked_for(monkeypatch, tmp_path):
     only(None)
     with pytest.raises(LoadError, match=r"needs libcudart\.so\.13"):
         loader._provide_cudart(data, "it")
+
+
+def test_what_a_manifest_says_of_its_compiler_is_no_place_of_a_library(put, monkeypatch, tmp_path):
+    nvcc, opened = tmp_path / "kit" / "bin" / "nvcc", []
+    for folder in ("bin", "lib64", "lib"):
+        (nvcc.parents[1] / folder).mkdir(parents=True)
+        (nvcc.parents[1] / folder / "libcudart.so.13").touch()
+
+    def cdll(name, *_, **__):
+        opened.append(name)
+        raise OSError(name)
+
+    monkeypatch.setattr(loader.ctypes, "CDLL", cdll)
+    artifact = put(library(HMMA), nvcc=str(nvcc))
+    assert str(nvcc) in str(artifact.manifest)
+    with pytest.raises(LoadError, match=r"needs libcudart\.so\.13"):
+        load(artifact)
+    assert opened
+    assert not [name for name in opened if str(tmp_path) in name]
 
 
 @pytest.mark.slow
