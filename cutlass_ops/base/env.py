@@ -269,7 +269,7 @@ def lineinfo_enabled() -> bool:
 
 def stand_in() -> bool:
     """Whether PyTorch serves a call until its best kernel is compiled. Raises ValueError if the value is not 0 or 1."""
-    # Each call that PyTorch serves asks: an unset variable is told without further calls.
+    # Each call that PyTorch serves asks. The variable is usually unset: nothing more is looked up then.
     return os.environ.get(STAND_IN.name) is None or _choice(STAND_IN, {"0": False, "1": True}, True)
 
 

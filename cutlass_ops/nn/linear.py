@@ -146,7 +146,7 @@ class Linear(Activated, torch.nn.Linear):
             If an argument does not fit. The message calls x ``a`` and the weight's transpose ``b``.
         """
         weight, bias = parameter(self, "weight"), parameter(self, "bias")
-        # torch.fx has a proxy for all of the inputs of the module that it traces.
+        # If torch.fx traces this module itself, `inputs` is a Proxy.
         given = self._given(inputs) if self._epilogue is not None or (isinstance(inputs, dict) and inputs) else ()
         if is_spread(weight):
             return parallel.linear(self, x, residual)

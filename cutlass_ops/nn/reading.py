@@ -123,8 +123,8 @@ def are_read(kinds: tuple[type, ...], *modules: Any) -> bool:
 def parameter(module: Any, name: str) -> Any:
     """Return a module's parameter, or the attribute in its place, such as that of ``torch.nn.utils.weight_norm``.
 
-    An attribute of a module takes ten times as long as an entry of its parameters. ``torch.fx`` watches attributes
-    alone: what it traces would keep the tensor as a constant.
+    An attribute of a module takes ten times as long as an entry of its parameters. But ``torch.fx`` sees only
+    attributes: its graph would have the tensor as a constant.
     """
     own = module._parameters
     return own[name] if name in own and not _symbolic_trace._is_fx_tracing_flag else getattr(module, name, None)
@@ -173,7 +173,7 @@ def matrices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     A copy has no ``main_grad``. With gradients each product is a GEMM of its own, which reads either way.
     """
     first, second = readable(first), readable(second)
-    # To a tracer that sees no tensors, all lie alike.
+    # A proxy of torch.fx has no strides, and counts as contiguous.
     if isinstance(first, Tensor) and not (first.is_contiguous() and second.is_contiguous()):
         alike = (has_lines_along(first, inner) and has_lines_along(second, inner) for inner in (1, 0))
         if not any(alike) and not has_main_grad(*(w for w in (first, second) if w.requires_grad)):

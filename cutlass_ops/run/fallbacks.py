@@ -99,7 +99,7 @@ class _Like(NamedTuple):
             return None if isinstance(x, Tensor) or dtype is not None else x
         if x.dtype is not dtype or x.device != device:
             return None
-        # What no kernel reads from any address is refused, also while PyTorch serves.
+        # Some kernels need aligned matrices: a misaligned one is checked, and refused if no kernel could read it later.
         if own is None:
             if x.shape != shape or x.stride() != strides:
                 return None
