@@ -204,6 +204,21 @@ FP8: tuple[Shape, ...] = tuple(
         ]
     )
 )
+# What tables of FP8 are tuned on: two numbers of rows for each of the other weights besides.
+FP8_TUNING: tuple[Shape, ...] = tuple(
+    dict.fromkeys(
+        [
+            *FP8,
+            *(
+                (m, n, k)
+                for at, (n, k) in enumerate((*OTHER_WEIGHTS, *IRREGULAR_WEIGHTS, *EXPERT_WEIGHTS))
+                for number, m in enumerate(TOKENS)
+                if (number + 5 * at) % 12 == 0
+            ),
+            *drawn(seed=8, count=60),
+        ]
+    )
+)
 # Gates of FP8 models: columns of each of the two weights.
 FP8_GATES: tuple[Shape, ...] = tuple(
     (m, n, k)

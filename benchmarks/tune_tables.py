@@ -1,8 +1,8 @@
 """Tunes the tables that ship with the library, over the shapes of shapes.py.
 
     python benchmarks/tune_tables.py --op gemm_bias_relu --dtypes bf16 --folder cutlass_ops/tuned
-    python benchmarks/tune_tables.py --op scaled --math fast --dtypes e4m3 --shapes fp8 --folder cutlass_ops/tuned
-    python benchmarks/tune_tables.py --op scaled_blocks --dtypes e4m3 --shapes fp8 --folder /tmp/tuned --plan H200
+    python benchmarks/tune_tables.py --op scaled --math fast --dtypes e4m3 --shapes fp8_tuning --folder /tmp/tuned
+    python benchmarks/tune_tables.py --op scaled_blocks --dtypes e4m3 --shapes fp8_tuning --folder /tmp --plan H200
     python benchmarks/tune_tables.py --op fp8_added --dtypes e4m3 --shapes fp8_added --folder cutlass_ops/tuned
 
 A stopped run continues where it ended, and --seconds stops one. --plan needs no GPU: it prints the kernels that a run
@@ -56,6 +56,7 @@ _SETS = (
     "lines",
     "means",
     "fp8",
+    "fp8_tuning",
     "fp8_gates",
     "fp8_qkv",
     "fp8_up",

@@ -47,10 +47,8 @@ _SCATTERED = 3.4
 # Limits on an instruction's clocks: products times the bytes of an element, since narrower ones are multiplied faster;
 # and reads of both operands from shared memory.
 _PRODUCT_BYTES_PER_CLOCK = 4096
-# FP32 sums that one SM adds up in a clock, and the clocks from the end of a step's products to those of the next in the
-# same warpgroup. The first is the number of its FP32 units; the second is a guess. Neither was fitted.
+# FP32 sums that one SM adds up in a clock: the number of its FP32 units, not fitted.
 _SUMS_PER_CLOCK = 128
-_TURN = 64
 # Clocks that a warp takes for an element in a usual epilogue, its stores among them, and how much longer an epilogue
 # computes in parts of 16 or 8 columns instead of 32: by stall counts of the machine code (benchmarks/NOTES.md).
 _USUAL_CLOCKS = 16.0
@@ -287,12 +285,14 @@ def times(
     lines: tuple[Extent, Extent] = ("k", "k"),
     cover: Grid | None = None,
     narrow: float = 1.0,
+    adding: Floats | float = 0.0,
 ) -> Floats:
     """Return kernels' times in microseconds: FP64, with shape (problems, configurations).
 
     Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A, and of D; one of
     B has `narrow` times those of A. `lines` are the extents that are contiguous in A and in B: K, unless A is
-    column-major or B row-major. `cover` is the result of :func:`grid`, if it is known.
+    column-major or B row-major. `cover` is the result of :func:`grid`, if it is known. In `adding` microseconds,
+    multiprocessors add up products and do not multiply.
     """
     m, n, k, gemms = Extents.of(problems)
     cover = cover or grid(batch, problems, chip)
@@ -330,7 +330,7 @@ def times(
     # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
     pingpong = batch.schedule == SCHEDULES.index("pingpong")
     last, each = np.where(pingpong, finish, 0.0), np.where(pingpong, 0.0, finish)
-    busy = waves * (cover.steps * step) + cover.waves * each + (last + adding_up)
+    busy = waves * (cover.steps * step) + cover.waves * each + (last + adding_up) + adding
     cool = np.exp2(busy * (-1 / (chip.throttle_after * math.log(2))))
     busy = busy * ((1 + chip.throttle) - chip.throttle * cool)
 
@@ -394,26 +394,28 @@ def realigning(a: bool, b: bool, problems: Problems, element_bytes: float) -> Fl
     return _REALIGN_START + 2 * element_bytes * gemms * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
-def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
-    """Return the extra microseconds for adding up each step's sums in FP32, with shape (problems, configurations).
+def promoting(batch: Batch, cover: Grid, chip: Costs = H100) -> Floats:
+    """Return the microseconds for adding up each step's sums in FP32, with shape (problems, configurations).
 
     The warpgroups of a cooperative kernel take turns: half of it overlaps with the other's products. Those of a
-    pingpong kernel do not, since their main loops follow each other.
+    pingpong kernel do not, since their main loops follow each other. ``benchmarks/regret.py`` shows what it loses.
     """
-    cover = grid(batch, problems, chip)
-    clocks = batch.wgmma_m * batch.wgmma_n / _SUMS_PER_CLOCK + _TURN
-    exposed = clocks * np.where(batch.schedule == SCHEDULES.index("cooperative"), 0.5, 1.0)
-    return np.asarray(cover.waves * cover.steps * exposed / (chip.clock * 1e3))
+    columns, cooperative = batch.wgmma_n, batch.schedule == SCHEDULES.index("cooperative")
+    # Two pieces of unequal width in turn, and three instructions of a warpgroup below each other whose columns are odd.
+    uneven = cooperative & (columns > 208) & (columns % 16 != 0)
+    three = cooperative & (batch.wgmma_m == 3 * WGMMA.m) & (columns != 128)
+    shown = np.where(cooperative, 0.5, 1.0) / _SUMS_PER_CLOCK + 0.009 * uneven + 0.004 * three
+    return np.asarray(cover.waves * cover.steps * batch.wgmma_m * columns * shown / (chip.clock * 1e3))
 
 
-def scaling(batch: Batch, problems: Problems, swapped: Flags, chip: Costs = H100) -> Floats:
+def scaling(batch: Batch, cover: Grid, swapped: Flags, chip: Costs = H100) -> Floats:
     """Return the extra microseconds for scales of blocks, with shape (problems, configurations).
 
     In a transposed kernel each column of a tile has a scale of its own, which every thread reads. Otherwise each row
     has one. Then a tile loses time whose columns belong to two blocks of B, or whose parts do not fit into registers
     side by side. ``benchmarks/model_errors.py`` shows how far off this is.
     """
-    cover, columns = grid(batch, problems, chip), batch.wgmma_n
+    columns = batch.wgmma_n
     cooperative = batch.schedule == SCHEDULES.index("cooperative")
     rows = batch.wgmma_m / WGMMA.m / np.where(cooperative, 2, 1)  # instructions of a warpgroup, one below the other
     by_column = np.where((rows > 1) & (columns <= 64), 0.0, columns * (0.8 + 0.8 * rows))

@@ -73,10 +73,6 @@ class Sm90Timer:
         found = realigning(traits, extents) * self.copies
         if traits.scatters:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
-        if traits.promotes:
-            found = found + model.promoting(self.batch, extents, model.costs_of(device))
-        if traits.scaled:
-            found = found + model.scaling(self.batch, extents, self.swapped, model.costs_of(device))
         if traits.clocks:
             found = found + model.computing(
                 self.batch, extents, traits.clocks, traits.weights, traits.element_bytes, model.costs_of(device)
@@ -87,13 +83,23 @@ class Sm90Timer:
             self.batch, extents, times, model.costs_of(device), traits.element_bytes, cover=cover
         )
 
+    def _adding(self, cover: model.Grid, chip: model.Costs) -> Floats | float:
+        """Return microseconds in which threads add up products while nothing is multiplied."""
+        found: Floats | float = 0.0
+        if self.traits.promotes:
+            found = found + model.promoting(self.batch, cover, chip)
+        if self.traits.scaled:
+            found = found + model.scaling(self.batch, cover, self.swapped, chip)
+        return found
+
     def _times_and_order(self, extents: Extents, device: Device, cover: model.Grid) -> tuple[Floats, Flags]:
         """Return the times of GEMMs alone with the better order of tiles, and whether that is the order by GPC."""
         chip, lines = model.costs_of(device), self.traits.lines
         widths = self.traits.element_bytes, self.traits.d_bytes
         worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
         batch = replace(self.batch, by_gpc=_EITHER_ORDER) if worth.any() else self.batch
-        times = model.times(batch, extents, chip, widths, lines, cover=cover, narrow=self.traits.narrow)
+        adding = self._adding(cover, chip)
+        times = model.times(batch, extents, chip, widths, lines, cover, self.traits.narrow, adding)
         usual, *others = times if times.ndim > worth.ndim else (times,)
         if max(cover.rows.max(), cover.columns.max(), extents.gemms.max()) > arch.MAX_GRID_Y:
             usual = np.where(self._launchable(cover, extents), usual, np.inf)
@@ -110,7 +116,8 @@ class Sm90Timer:
         found: Floats = np.zeros((1, 1))
         for spread in ASSUMED:
             means, cover = model.of_groups(self.batch, extents, spread.of(extents), chip)
-            times = model.times(self.batch, means, chip, widths, traits.lines, cover=cover, narrow=traits.narrow)
+            adding = self._adding(cover, chip)
+            times = model.times(self.batch, means, chip, widths, traits.lines, cover, traits.narrow, adding)
             found = found + spread.weight * np.log(times)
         return np.exp(found)
 

@@ -76,11 +76,7 @@ struct Operand {
     return uint64_t(kUpperHalf) << 32 | (lower_half + uint32_t(elements / kUnit));
   }
 
-  // One matrix's rows of a stage. Those of the next begin where whole blocks of its swizzle end.
-  using Part = cute::conditional_t<
-      kMatrices == 1, Stage,
-      decltype(cute::composition(
-          Stage{}, cute::make_tile(cute::Int<Rows::value / kMatrices>{}, cute::Int<Columns::value>{})))>;
+  // Rows of the next matrix begin where whole blocks of a stage's swizzle end.
   static_assert(kMatrices == 1 || (kMajor == cute::GMMA::Major::K && Rows::value % (8 * kMatrices) == 0));
 };
 
@@ -220,8 +216,6 @@ class Mainloop {
                     kMatricesA, 64>;
   using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>,
                     kMatricesB, kColumnsAtOnce>;
-  // The part of one matrix that one load of an operand brings.
-  using Part = cute::Shape<cute::Int<Extent<0>::value / kMatricesA>, cute::Int<Extent<1>::value / kMatricesB>, Extent<2>>;
   // Rows are gathered from shared memory as they lie there, K along each.
   static_assert(cute::is_void_v<Means> || (kSwapped ? kMajorB : kMajorA) == cute::GMMA::Major::K);
   using RowGather = typename SelectGather<
@@ -526,12 +520,10 @@ class Mainloop {
   static constexpr bool kInTurn = kWhole || kRowsAtOnce * kColumnsAtOnce > 208;
   static constexpr int columns_of(int pieces) { return (kColumnsAtOnce + 8 * pieces - 1) / (8 * pieces) * 8; }
   static constexpr bool has_registers(int pieces) {
-    return (kRowsAtOnce * kColumnsAtOnce + (kRowsAtOnce * pieces + 1) * columns_of(pieces)) / 2 <= (kScaled ? 208 : 224);
+    return (kRowsAtOnce * kColumnsAtOnce + (kRowsAtOnce * pieces + 1) * columns_of(pieces)) / 2 <= (kScaled ? 208 : 220);
   }
-  static constexpr int kSplit = kRowsAtOnce > 1 || kColumnsAtOnce < 128 || kWhole ? 1
-                                : kInTurn || has_registers(2)                     ? 2
-                                : has_registers(3)                                ? 3
-                                                                                  : 1;
+  static constexpr int kSplit =
+      kRowsAtOnce == 1 && kColumnsAtOnce >= 128 && !kWhole && (kInTurn || has_registers(2)) ? 2 : 1;
   static constexpr int kPieces = kRowsAtOnce * kSplit, kPieceColumns = columns_of(kSplit);
   static constexpr bool kTwoSteps = kPieces == 1 && kRowsAtOnce == 1 && kColumnsAtOnce <= (kScaled ? 96 : 104);
   static constexpr int kStepsAtOnce = kTwoSteps ? 4 : kPieces > 1 && !kInTurn && has_registers(kSplit) ? 2 : 1;
