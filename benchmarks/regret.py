@@ -37,7 +37,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spelling import problems_of
 from cutlass_ops.operand.call import call_at, device_of, signature_of
-from cutlass_ops.run import named, requests
+from cutlass_ops.run import named
 from cutlass_ops.tuner.trial import Trial
 
 # N and K of linear layers of public models that no table has.
@@ -61,7 +61,7 @@ def _plain(graph: Any, dtype: str, problem: Problem, device: Device) -> OpSignat
 
 FAMILIES: dict[str, Callable[[Problem, Device], OpSignature]] = {
     "bf16": partial(_plain, co.gemm_bias_gelu.graph, "bf16"),
-    "int8": partial(_plain, named.NAMED[0].graph, "s8"),
+    "int8": partial(_plain, named.NAMED[0].graph, "i8"),
     "fp8_tensor": partial(_scaled, "tensor", "promoted"),
     "fp8_tensor_fast": partial(_scaled, "tensor", "fast"),
     "fp8_rows": partial(_scaled, "rows", "promoted"),
