@@ -397,35 +397,33 @@ def realigning(a: bool, b: bool, problems: Problems, element_bytes: float) -> Fl
 def promoting(batch: Batch, cover: Grid, chip: Costs = H100) -> Floats:
     """Return the microseconds for adding up each step's sums in FP32, with shape (problems, configurations).
 
-    The warpgroups of a cooperative kernel take turns: half of it overlaps with the other's products. Those of a
-    pingpong kernel do not, since their main loops follow each other. ``benchmarks/regret.py`` shows what it loses.
+    The warpgroups of a cooperative kernel take turns: most of it overlaps with the other's products. Those of a
+    pingpong kernel do not, since their main loops follow each other. Fitted to the H200's table
+    (``benchmarks/NOTES.md``).
     """
     columns, cooperative = batch.wgmma_n, batch.schedule == SCHEDULES.index("cooperative")
-    # Two pieces of unequal width in turn, and three instructions of a warpgroup below each other whose columns are odd.
+    instructions = batch.wgmma_m / WGMMA.m
+    # Two pieces of unequal width in turn, and three instructions of a warpgroup, one below the other.
     uneven = cooperative & (columns > 208) & (columns % 16 != 0)
-    three = cooperative & (batch.wgmma_m == 3 * WGMMA.m) & (columns != 128)
-    shown = np.where(cooperative, 0.5, 1.0) / _SUMS_PER_CLOCK + 0.009 * uneven + 0.004 * three
+    three = cooperative & (instructions == 3) & (columns != 128)
+    shown = np.where(cooperative, 0.4, 0.75 * instructions) / _SUMS_PER_CLOCK + 0.008 * uneven + 0.004 * three
     return np.asarray(cover.waves * cover.steps * batch.wgmma_m * columns * shown / (chip.clock * 1e3))
 
 
 def scaling(batch: Batch, cover: Grid, swapped: Flags, chip: Costs = H100) -> Floats:
-    """Return the extra microseconds for scales of blocks, with shape (problems, configurations).
+    """Return the microseconds for sums of each step and their scales of blocks, with shape (problems, configurations).
 
     In a transposed kernel each column of a tile has a scale of its own, which every thread reads. Otherwise each row
-    has one. Then a tile loses time whose columns belong to two blocks of B, or whose parts do not fit into registers
-    side by side. ``benchmarks/model_errors.py`` shows how far off this is.
+    has one. The other warpgroup of a cooperative kernel multiplies meanwhile: what is left are scales, tiles whose
+    columns belong to two blocks of B, and parts that do not fit into registers side by side. A warpgroup that is alone
+    adds up its sums while nothing is multiplied. Fitted to the H200's table (``benchmarks/NOTES.md``).
     """
-    columns = batch.wgmma_n
-    cooperative = batch.schedule == SCHEDULES.index("cooperative")
+    columns, cooperative = batch.wgmma_n, batch.schedule == SCHEDULES.index("cooperative")
     rows = batch.wgmma_m / WGMMA.m / np.where(cooperative, 2, 1)  # instructions of a warpgroup, one below the other
-    by_column = np.where((rows > 1) & (columns <= 64), 0.0, columns * (0.8 + 0.8 * rows))
-    # Tiles of 128 and 160 columns, of which whole steps are multiplied, were measured since (fp8_large_h200). Wider odd
-    # ones were not: these have what they lost in pieces.
-    whole, odd_width = (rows == 1) & (columns >= 128) & (columns <= 160), (columns > 96) & (columns % 64 != 0)
-    by_row = 30.0 + np.where(whole, 20.0 + 0.75 * (columns - 128), 0.5 * columns * odd_width)
-    by_row = by_row + 105.0 * (rows == 1.5) + 300.0 * ((rows > 1.5) & (columns < 128))
-    clocks = np.where(swapped, by_column, by_row) * (cooperative | (rows > 1))
-    return np.asarray(cover.waves * cover.steps * clocks / (chip.clock * 1e3))
+    split = 0.15 * columns * ((columns > 96) & (columns % 64 != 0)) + 300.0 * ((rows > 1.5) & (columns < 128))
+    together = np.where(swapped, 1.4 * columns * (1 + rows), 30.0 + split)
+    alone = batch.wgmma_m * columns / _SUMS_PER_CLOCK + columns * rows * swapped
+    return np.asarray(cover.waves * cover.steps * np.where(cooperative, together, alone) / (chip.clock * 1e3))
 
 
 def computing(
