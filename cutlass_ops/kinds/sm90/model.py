@@ -406,7 +406,7 @@ def promoting(batch: Batch, cover: Grid, chip: Costs = H100) -> Floats:
     # Two pieces of unequal width in turn, and three instructions of a warpgroup, one below the other.
     uneven = cooperative & (columns > 208) & (columns % 16 != 0)
     three = cooperative & (instructions == 3) & (columns != 128)
-    shown = np.where(cooperative, 0.4, 0.75 * instructions) / _SUMS_PER_CLOCK + 0.008 * uneven + 0.004 * three
+    shown = np.where(cooperative, 0.4, 0.75 * instructions * cover.beside) / _SUMS_PER_CLOCK + 0.008 * uneven + 0.004 * three
     return np.asarray(cover.waves * cover.steps * batch.wgmma_m * columns * shown / (chip.clock * 1e3))
 
 
@@ -415,14 +415,16 @@ def scaling(batch: Batch, cover: Grid, swapped: Flags, chip: Costs = H100) -> Fl
 
     In a transposed kernel each column of a tile has a scale of its own, which every thread reads. Otherwise each row
     has one. The other warpgroup of a cooperative kernel multiplies meanwhile: what is left are scales, tiles whose
-    columns belong to two blocks of B, and parts that do not fit into registers side by side. A warpgroup that is alone
-    adds up its sums while nothing is multiplied. Fitted to the H200's table (``benchmarks/NOTES.md``).
+    columns belong to two blocks of B, and narrow ones, whose products are too short to hide the sums. A warpgroup that
+    is alone adds up its sums while nothing is multiplied. Fitted to the H200's table (``benchmarks/NOTES.md``).
     """
     columns, cooperative = batch.wgmma_n, batch.schedule == SCHEDULES.index("cooperative")
     rows = batch.wgmma_m / WGMMA.m / np.where(cooperative, 2, 1)  # instructions of a warpgroup, one below the other
-    split = 0.15 * columns * ((columns > 96) & (columns % 64 != 0)) + 300.0 * ((rows > 1.5) & (columns < 128))
-    together = np.where(swapped, 1.4 * columns * (1 + rows), 30.0 + split)
-    alone = batch.wgmma_m * columns / _SUMS_PER_CLOCK + columns * rows * swapped
+    narrow = np.where(rows > 1, 2.0 * np.maximum(0, 192 - columns), 1.5 * np.maximum(0, 128 - columns))
+    narrow = np.where(rows > 1.5, 300.0 * (columns < 128), narrow)
+    split = 0.25 * columns * ((columns > 96) & (columns % 64 != 0))
+    together = np.where(swapped, 1.4 * columns * (1 + rows), 30.0 + split + narrow)
+    alone = (batch.wgmma_m * columns / _SUMS_PER_CLOCK + columns * rows * swapped) * cover.beside
     return np.asarray(cover.waves * cover.steps * np.where(cooperative, together, alone) / (chip.clock * 1e3))
 
 
