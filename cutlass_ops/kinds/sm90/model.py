@@ -406,7 +406,8 @@ def promoting(batch: Batch, cover: Grid, chip: Costs = H100) -> Floats:
     # Two pieces of unequal width in turn, and three instructions of a warpgroup, one below the other.
     uneven = cooperative & (columns > 208) & (columns % 16 != 0)
     three = cooperative & (instructions == 3) & (columns != 128)
-    shown = np.where(cooperative, 0.4, 0.75 * instructions * cover.beside) / _SUMS_PER_CLOCK + 0.008 * uneven + 0.004 * three
+    shown = np.where(cooperative, 0.4, 0.75 * instructions * cover.beside) / _SUMS_PER_CLOCK
+    shown = shown + 0.008 * uneven + 0.004 * three
     return np.asarray(cover.waves * cover.steps * batch.wgmma_m * columns * shown / (chip.clock * 1e3))
 
 
