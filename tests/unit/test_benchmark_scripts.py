@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from cutlass_ops.choose import dispatch, space
+from cutlass_ops.declare.gpus import gpu_named
 from tests.scripts import BENCHMARKS, script
 
 pytest.importorskip("tomllib", reason="the reports need Python 3.11")
@@ -54,3 +56,17 @@ def test_jobs_of_the_campaign_name_scripts_of_this_repository():
     for job in campaign.jobs(campaign.PLAN):
         for path in re.findall(r"\S+\.py\b", job.command):
             assert (ROOT / path).exists(), job.name
+
+
+@pytest.mark.slow
+def test_what_a_call_takes_races_the_first_of_the_space():
+    regret = script("regret")
+    h200, (problem, *others) = gpu_named("H200"), regret.drawn(7, 5)
+    assert len({problem, *others}) == 5
+    for family, signature_of in regret.FAMILIES.items():
+        signature = signature_of(problem, h200)
+        chosen, raced = regret.entrants(signature, problem, 12, h200)
+        assert chosen.config == dispatch.decide(signature, h200, problem).config, family
+        assert next(iter(raced)) == chosen
+        assert {each.config for each in raced} >= set(space.ranked(signature, problem, 12, h200))
+        assert all(0 < us < float("inf") for us in raced.values())
