@@ -180,9 +180,13 @@ def scaled(of_a: str, of_b: str, kinds: tuple[Kind, Kind], of: Operands) -> Tens
                 a, b, first.reshape(()), second.reshape(()), out_dtype=of.wide, use_fast_accum=of.math == "fast"
             )
         if of.wide == torch.bfloat16:
-            scale_a = first.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-            scale_b = second.reshape(1, -1).expand(1, b.shape[1]).contiguous()
-            return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=of.wide, use_fast_accum=of.math == "fast")
+            scale_a, scale_b = first.reshape(-1, 1), second.reshape(1, -1)
+            if kinds[0] is not Kind.COL:
+                scale_a = scale_a.expand(a.shape[0], 1)
+            if kinds[1] is not Kind.ROW:
+                scale_b = scale_b.expand(1, b.shape[1])
+            scales = scale_a.contiguous(), scale_b.contiguous()
+            return torch._scaled_mm(a, b, *scales, out_dtype=of.wide, use_fast_accum=of.math == "fast")
     acc = product(of)
     by_row = first[..., None] if kinds[0] is Kind.COL else first
     by_column = input_value(of_b, kinds[1], of) if kinds[1] is Kind.ROW else second
