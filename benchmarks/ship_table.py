@@ -138,6 +138,9 @@ def main() -> None:
     points = tuple(best_orders(p, set(few) if p.problem in grid else set(chosen.kernels)) for p in before)
     chosen = replace(chosen, points=tuple(p for p in points if p.measured))
     path = tables.path_of(args.folder, table.device, table.signature)
+    path.unlink(missing_ok=True)
+    known = timed(args.folder, table) | {m.config for p in chosen.points for m in p.measured}
+    chosen = replace(chosen, kernels=tuple(c for c in chosen.kernels if not untold(c, known)))
     path.write_text(json.dumps(chosen.to_json()) + "\n")
     lost = [min(m.behind for m in p.measured if m.config in few) for p in before if p.problem in grid]
     print(f"{path}: {len(chosen.points)} shapes, {len(chosen.kernels)} kernels")

@@ -220,7 +220,9 @@ class Knowledge:
             majors = table.signature.majors
             alike = majors == pool.traits.majors
             laid_out = pool if alike else replace(pool, traits=replace(pool.traits, majors=majors))
-            errors.append(_errors(found, laid_out, there))
+            of_table = _errors(found, laid_out, there)
+            own = next((e for e, t in zip(errors, tables, strict=False) if t.device == device.name), None)
+            errors.append(of_table if own is None or table.device == device.name else of_table.on(own))
             # Measurements of another layout, or of a chip whose Tensor Cores are slower, are only estimates.
             same_cores = peaks_of(table.device).products == peaks_of(device.name).products
             if same_cores and pool.is_like(table.signature):
