@@ -31,7 +31,7 @@ def bias(acc, bias: co.Row):
 PROMOTED = {"pieces": (128, 2 * 4 * 3), "whole": (184, 4), "in_turn": (256, 2 * 4)}
 
 
-@pytest.mark.parametrize(("columns", "instructions"), compiled(PROMOTED, beside_gpu_tests={"pieces", "whole"}))
+@pytest.mark.parametrize(("columns", "instructions"), compiled(PROMOTED, beside_gpu_tests={"pieces"}))
 def test_a_kernel_promotes_its_sums(columns, instructions):
     made = co.Sm90Config(
         co.ThreadblockShape(128, columns, 128), co.ClusterShape(2, 1), schedule="cooperative", accumulation="promoted"
