@@ -3,14 +3,16 @@
 A mutation is a small wrong change: a comparison that is turned, another constant, a statement that is gone, branches
 that are swapped. Before and after tests are cut, run::
 
-    python -m tests.mutations --seed 68 --count 60 --out before.json
-    python -m tests.mutations --seed 68 --count 60 --out after.json --against before.json
+    pip install coverage
+    coverage run --branch --source cutlass_ops --context tests -m pytest -m "not compile and not gpu and not slow"
+    coverage json --show-contexts -o covered.json
+    python -m tests.mutations covered.json --seed 68 --count 60 --out before.json
+    python -m tests.mutations covered.json --seed 68 --count 60 --out after.json --against before.json
 
-The same seed draws the same mutations of the same source. Each runs alone in a copy of the checkout, with the quick
-tests of the files that name the mutated module, then of those that name modules which import it, and the contract
-suite. The first failure ends a run. A test that fails without the mutation as well counts for nothing. ``--out`` is
-written after each mutation, and a second call goes on from there. With ``--against``, the files that noticed a mutation
-run first, and those that nothing noticed are not run again.
+with ``dynamic_context = test_function`` in coverage's settings, so that it notes which test runs which line. The same
+seed draws the same mutations, of lines that a test runs. Each runs alone in a copy of the checkout, with the tests that
+run its lines: at most 40 of them, those of few lines first. The first failure ends a run. A test that fails without the
+mutation as well counts for nothing. ``--out`` is written after each mutation, and a second call goes on from there.
 """
 
 import argparse
@@ -26,10 +28,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CONTRACT = "tests/unit/test_op_contract.py"
 QUICK = "not compile and not gpu and not slow"
-PATIENCE = 600  # seconds until tests that do not end count as failed
-MOST = 24  # files of tests that a mutation runs
+PATIENCE = 300  # seconds until tests that do not end count as failed
+MOST = 40  # tests of a mutation
 
 _TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
            ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
@@ -42,7 +43,7 @@ def _changes(node, statement):
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _TURNED:
         yield lambda: node.ops.__setitem__(0, _TURNED[type(node.ops[0])]())
     elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        if not any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in (node.left, node.right)):
+        if not any(isinstance(x, ast.Constant | ast.JoinedStr) for x in (node.left, node.right)):
             yield lambda: setattr(node, "op", _ARITHMETIC[type(node.op)]())
     elif isinstance(node, ast.BoolOp):
         yield lambda: setattr(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
@@ -53,16 +54,15 @@ def _changes(node, statement):
     elif isinstance(node, ast.Return) and not isinstance(node.value, ast.Constant | None):
         yield lambda: setattr(node, "value", None)
     elif node is statement and isinstance(node, ast.AugAssign | ast.Raise | ast.Expr):
-        if not isinstance(getattr(node, "value", None), ast.Constant):  # a docstring
-            yield lambda: node
+        yield lambda: node
 
 
-def mutation_of(file, rng):
-    """Draw a mutation of a module; None if the statement that was drawn has none."""
+def mutation_of(file, rng, lines_run):
+    """Draw a mutation of a statement of a module that a test runs; None if the statement that was drawn has none."""
     lines = (ROOT / file).read_text().splitlines(keepends=True)
     functions = [n for n in ast.walk(ast.parse("".join(lines))) if isinstance(n, _HOLDERS[:2])]
     inside = {id(n): n for function in functions for n in ast.walk(function) if isinstance(n, ast.stmt)}
-    statements = [n for n in inside.values() if not isinstance(n, _HOLDERS)]
+    statements = [n for n in inside.values() if not isinstance(n, _HOLDERS) and n.lineno in lines_run]
     if not statements:
         return None
     statement = rng.choice(statements)
@@ -82,53 +82,48 @@ def mutation_of(file, rng):
     return {"file": file, "line": begin, "end": end, "before": "".join(lines[begin - 1 : end]), "after": text}
 
 
-def modules():
-    """Return the modules of the library."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cutlass_ops").rglob("*.py"))
-
-
-def draw(seed, count):
-    """Draw mutations: a module by how many lines it has, then one of its statements. None is drawn twice."""
-    rng, files, found = random.Random(seed), modules(), []
-    weights = [len((ROOT / file).read_text().splitlines()) for file in files]
+def draw(seed, count, covered):
+    """Draw mutations: a module by how many lines of it tests run, then one of its statements. None is drawn twice."""
+    rng, files, found = random.Random(seed), sorted(covered), []
+    weights = [len(covered[file]) for file in files]
     while len(found) < count:
-        each = mutation_of(rng.choices(files, weights)[0], rng)
+        (file,) = rng.choices(files, weights)
+        each = mutation_of(file, rng, covered[file])
         if each is not None and each not in found:
             found.append(each)
     return found
 
 
-def files_of(file):
-    """Return the files of tests that name a module or what imports it, the nearest first, with the contract."""
+def read(path):
+    """Return which tests run which line of which file: ``{file: {line: tests}}``, by coverage's report."""
+    files = json.loads(path.read_text())["files"]
+    lines = {f: {int(n): set(filter(None, ts)) for n, ts in found["contexts"].items()} for f, found in files.items()}
+    return {file: kept for file, found in lines.items() if (kept := {n: ts for n, ts in found.items() if ts})}
 
-    def names(file):
-        *package, leaf = [part for part in Path(file).with_suffix("").parts if part != "__init__"]
-        whole, parent = "[.]".join((*package, leaf)), "[.]".join(package)
-        return re.compile(rf"\b{whole}\b|from {parent} import [\w, (\n]*\b{leaf}\b")
 
-    tests = {p.relative_to(ROOT).as_posix(): p.read_text() for p in sorted((ROOT / "tests").rglob("test_*.py"))}
-    tests = {path: text for path, text in tests.items() if not path.startswith(("tests/gpu", "tests/compile"))}
-    library = {each: (ROOT / each).read_text() for each in modules()}
-    found = [path for path in tests if Path(file).stem in Path(path).stem]
-    seen, level = {file}, {file}
-    while level and len(found) < MOST:
-        patterns = [names(each) for each in level]
-        found += [path for path, text in tests.items() if any(pattern.search(text) for pattern in patterns)]
-        level = {other for other, text in library.items() if any(each.search(text) for each in patterns)} - seen
-        seen |= level
-    room = re.compile("[.]".join(Path(file).parts[:2]))  # modules that register themselves are imported by no name
-    found = list(dict.fromkeys((*found, *(path for path, text in tests.items() if room.search(text)))))
-    return list(dict.fromkeys((*found[: MOST - 1], CONTRACT)))
+def tests_of(mutation, covered, checkout):
+    """Return the tests that run a mutation's lines, if they are still there: those that run few lines first."""
+    runs = set().union(*(covered[mutation["file"]].get(n, ()) for n in range(mutation["line"], mutation["end"] + 1)))
+    many = dict.fromkeys(runs, 0)
+    for tests in covered[mutation["file"]].values():
+        for test in tests & runs:
+            many[test] += 1
+    found = []
+    for test in sorted(runs, key=lambda test: (many[test], test)):
+        module = re.match(r"(?:\w+\.)*test_\w+?(?=\.)", test)[0]
+        path, name = module.replace(".", "/") + ".py", test[len(module) + 1 :].replace(".", "::")
+        if (checkout / path).is_file() and f"def {name.rpartition('::')[2]}(" in (checkout / path).read_text():
+            found.append(f"{path}::{name}")
+    return found[:MOST]
 
 
 def first_failure(checkout, tests):
     """Return the first test that fails in a checkout; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", QUICK, "-rfE", "--tb=no"]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = {"cwd": checkout, "capture_output": True, "text": True, "env": environment}
     try:
-        done = subprocess.run(
-            [*command, *tests], cwd=checkout, capture_output=True, text=True, timeout=PATIENCE, env=environment
-        )
+        done = subprocess.run([*command, *tests], timeout=PATIENCE, check=False, **run)
     except subprocess.TimeoutExpired:
         return f"not ended after {PATIENCE} s"
     named = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
@@ -140,23 +135,27 @@ def noticed(mutation, checkout, tests):
     path, tests = checkout / mutation["file"], list(tests)
     original = path.read_text()
     lines = original.splitlines(keepends=True)
-    while True:
+    while tests:
         path.write_text("".join((*lines[: mutation["line"] - 1], mutation["after"], *lines[mutation["end"] :])))
         failed = first_failure(checkout, tests)
         path.write_text(original)
-        if failed is None or "::" not in failed or first_failure(checkout, [failed.partition("[")[0]]) is None:
+        alone = failed and failed.partition("[")[0]
+        if failed is None or "::" not in failed or first_failure(checkout, [alone]) is None:
             return failed
-        tests.append(f"--deselect={failed}")
+        tests = [test for test in tests if test != alone]
+    return None
 
 
 def main():
     """Draw, run, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("covered", type=Path, help="coverage's report in JSON, with contexts")
     parser.add_argument("--seed", type=int, default=68)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--against", type=Path, default=None, help="an earlier --out: fail if fewer are noticed")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    covered = read(args.covered)
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
     before = json.loads(args.against.read_text()) if args.against else []
     with tempfile.TemporaryDirectory() as folder:
@@ -166,12 +165,8 @@ def main():
         for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, checkout / name)
-        for at, each in enumerate(draw(args.seed, args.count)[len(rows) :], len(rows)):
-            known = before[at]["killed_by"] if before else ""
-            first = [file for file in [(known or "").partition("::")[0]] if (checkout / file).is_file()]
-            killed = (
-                None if known is None else noticed(each, checkout, dict.fromkeys([*first, *files_of(each["file"])]))
-            )
+        for at, each in enumerate(draw(args.seed, args.count, covered)[len(rows) :], len(rows)):
+            killed = noticed(each, checkout, tests_of(each, covered, checkout))
             rows.append({**each, "killed_by": killed})
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{at}: {each['file']}:{each['line']}: {killed}", flush=True)

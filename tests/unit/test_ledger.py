@@ -13,6 +13,10 @@ def test_another_kernel_or_another_text_of_the_test_is_not_proven(tmp_path, monk
     assert ledger.proven(found, "key", "test_a", "text") == ledger.proven(found, "key", "test_b", "other") == day
     for key, name, text in (("other", "test_a", "text"), ("key", "test_c", "text"), ("key", "test_a", "other")):
         assert ledger.proven(found, key, name, text) is None
+    ledger.note({"new": {"opcodes": {"HMMA": 8}}}, "test_a", "text")
+    assert ledger.proven(ledger.read(), "key", "test_a", "text") is None
+    ledger.note({"new": {"opcodes": {"HMMA": 8}}}, "test_b", "text")
+    assert ledger.read().keys() == {"new"}
 
 
 def test_a_test_is_known_by_its_text():
