@@ -11,8 +11,9 @@ that are swapped. Before and after tests are cut, run::
 
 with ``dynamic_context = test_function`` in coverage's settings, so that it notes which test runs which line. The same
 seed draws the same mutations, of lines that a test runs. Each runs alone in a copy of the checkout, with the tests that
-run its lines: at most 40 of them, those of few lines first. The first failure ends a run. A test that fails without the
-mutation as well counts for nothing. ``--out`` is written after each mutation, and a second call goes on from there.
+run its lines: at most 40, those of few lines first, and first of all the one that noticed it ``--against``. The first
+failure ends a run. A test that fails without the mutation as well counts for nothing. ``--out`` is written after each
+mutation, and a second call goes on from there.
 """
 
 import argparse
@@ -166,7 +167,10 @@ def main():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, checkout / name)
         for at, each in enumerate(draw(args.seed, args.count, covered)[len(rows) :], len(rows)):
-            killed = noticed(each, checkout, tests_of(each, covered, checkout))
+            known = before[at]["killed_by"] if before else None
+            tests, alone = tests_of(each, covered, checkout), known and known.partition("[")[0]
+            killed = noticed(each, checkout, [alone]) if alone in tests else None
+            killed = killed or noticed(each, checkout, tests)
             rows.append({**each, "killed_by": killed})
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{at}: {each['file']}:{each['line']}: {killed}", flush=True)
