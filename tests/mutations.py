@@ -111,7 +111,7 @@ def tests_of(mutation, covered, checkout):
             many[test] += 1
     found = []
     for test in sorted(runs, key=lambda test: (many[test], test)):
-        module = re.match(r"(?:\w+\.)*test_\w+?(?=\.)", test)[0]
+        module = (re.match(r"(?:\w+\.)*test_\w+?(?=\.)", test) or [""])[0]
         path, name = module.replace(".", "/") + ".py", test[len(module) + 1 :].replace(".", "::")
         if (checkout / path).is_file() and f"def {name.rpartition('::')[2]}(" in (checkout / path).read_text():
             found.append(f"{path}::{name}")
