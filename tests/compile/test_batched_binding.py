@@ -1,67 +1,34 @@
 """How a launch finds batches (``batched.h``), and what it refuses, without a kernel and without a GPU."""
 
 import itertools
-import subprocess
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.artifacts.loader import Reason
 from cutlass_ops.operand import batches
 from tests.compile import host
 
 pytestmark = pytest.mark.compile
 
-# Reads calls from standard input, a line each: of every tensor its place in elements, its number of dimensions, its
-# shape and its strides. Prints the status, the problem, and where each batch of each tensor begins.
-PROGRAM = r"""
+# Prints the status, the problem, and where each batch of each tensor begins.
+PROGRAM = (
+    r"""
 #include "cutlass_ops/batched.h"
-
-#include <iostream>
-#include <sstream>
-#include <string>
-
-CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
-
-using namespace cutlass_ops;
-using Half = cutlass::half_t;
-constexpr int kCount = 6;
-constexpr uintptr_t kBase = 1 << 20;
-
-struct Given {
-  int64_t shape[8], strides[8];
-  DLTensor tensor{};
-};
-
-void print(int64_t place, Batches const& batches, Problem const& p) {
-  for (int i = 0; i < p.count; ++i) std::cout << " " << place + batches.offset(i, p.inner);
+"""
+    + host.READER
+    + r"""
+void print(void const* data, Batches const& batches, Problem const& p) {
+  for (int i = 0; i < p.count; ++i) std::cout << " " << place(data) + 2 * batches.offset(i, p.inner);
 }
-
-int64_t place(void const* data) { return (reinterpret_cast<uintptr_t>(data) - kBase) / int64_t(sizeof(Half)); }
 
 int main() {
   std::string line;
   while (std::getline(std::cin, line)) {
-    std::istringstream in(line);
-    Given given[kCount];
-    TVMFFIAny arguments[kCount]{};
-    for (int i = 0; i < kCount; ++i) {
-      DLTensor& t = given[i].tensor;
-      int64_t at = 0;
-      in >> at >> t.ndim;
-      for (int d = 0; d < t.ndim; ++d) in >> given[i].shape[d];
-      for (int d = 0; d < t.ndim; ++d) in >> given[i].strides[d];
-      t.data = reinterpret_cast<void*>(kBase + uintptr_t(at) * sizeof(Half));
-      t.device = {kDLCUDA, 0};
-      t.dtype = {uint8_t(kDLFloat), 16, 1};
-      t.shape = given[i].shape;
-      t.strides = given[i].strides;
-      arguments[i].type_index = kTVMFFIDLTensorPtr;
-      arguments[i].v_ptr = &t;
-    }
-    Call call(arguments, kCount);
+    Given<6> given(line);
+    Call call(given.arguments, 6);
     BatchedOperands batched(call);
     auto const a = batched.input<Half, Major::kRow, 2, false>();
     auto const b = batched.input<Half, Major::kCol, 2, false>();
@@ -74,14 +41,14 @@ int main() {
     std::cout << call.status();
     if (call.status() == 0) {
       std::cout << " " << p.m << " " << p.n << " " << p.k << " " << p.count;
-      for (BatchedMatrix const& x : {a, b, d, tile}) print(place(x.data), x.batches, p);
-      print(place(row.values), row.batches, p);
-      print(place(col.values), col.batches, p);
+      for (BatchedMatrix const& x : {a, b, d, tile}) print(x.data, x.batches, p);
+      for (auto const& x : {row, col}) print(x.values, x.batches, p);
     }
     std::cout << std::endl;
   }
 }
 """
+)
 
 M, N, K = 4, 6, 8
 NAMES = ("a", "b", "out", "row", "col", "tile")
@@ -89,11 +56,8 @@ NAMES = ("a", "b", "out", "row", "col", "tile")
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Compile the program, and keep it running."""
-    path = host.program(tmp_path_factory.mktemp("binding"), PROGRAM, *host.UNLINKED)
-    with subprocess.Popen([str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+    with host.running(tmp_path_factory.mktemp("binding"), PROGRAM) as running:
         yield running
-        running.stdin.close()
 
 
 def tensors(lead=(2, 3), **changes):
@@ -108,21 +72,14 @@ def tensors(lead=(2, 3), **changes):
 
 
 def ask(program, buffer, given):
-    words = []
-    for name in NAMES:
-        x = given[name]
-        words += [(x.data_ptr() - buffer.data_ptr()) // 2, x.ndim, *x.shape, *x.stride()]
-    program.stdin.write(" ".join(map(str, words)) + "\n")
-    program.stdin.flush()
-    status, *rest = map(int, program.stdout.readline().split())
-    return refusal(status) if status else rest
+    return host.ask(program, buffer, [given[name] for name in NAMES])
 
 
 def begins(buffer, x, own, lead):
     """Return where each batch's own tensor begins."""
     x = x.expand(*lead, *x.shape[x.ndim - own :])
     places = itertools.product(*map(range, lead))
-    return [(x[place].data_ptr() - buffer.data_ptr()) // 2 for place in places]
+    return [x[place].data_ptr() - buffer.data_ptr() for place in places]
 
 
 def assert_found(program, buffer, given):

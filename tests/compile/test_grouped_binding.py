@@ -1,64 +1,32 @@
 """How a launch finds groups of rows (``grouped.h``), and what it refuses, without a kernel and without a GPU."""
 
-import subprocess
-
 import pytest
 import torch
 
-from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.artifacts.loader import Reason
 from tests.compile import host
 
 pytestmark = pytest.mark.compile
 
-# Reads calls from standard input, a line each: of every tensor its place in bytes, its DLPack type, its number of
-# dimensions, its shape and its strides. Prints the status, the problem, and of every tensor where it begins and its
-# distances between rows and between groups.
-PROGRAM = r"""
+# Prints the status, the problem, and of every tensor where it begins and its distances between rows and groups.
+PROGRAM = (
+    r"""
 #include "cutlass_ops/grouped.h"
 
-#include <iostream>
-#include <sstream>
-#include <string>
-
-CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
 CUTLASS_OPS_TYPE(int32_t, kDLInt)
 CUTLASS_OPS_TYPE(float, kDLFloat)
-
-using namespace cutlass_ops;
-using Half = cutlass::half_t;
-constexpr int kCount = 10;
-constexpr uintptr_t kBase = 1 << 20;
-
-struct Given {
-  int64_t shape[8], strides[8];
-  DLTensor tensor{};
-};
-
+"""
+    + host.READER
+    + r"""
 void print(void const* data, Batches const& x) {
-  std::cout << " " << reinterpret_cast<uintptr_t>(data) - kBase << " " << x.inner << " " << x.outer;
+  std::cout << " " << place(data) << " " << x.inner << " " << x.outer;
 }
 
 int main() {
   std::string line;
   while (std::getline(std::cin, line)) {
-    std::istringstream in(line);
-    Given given[kCount];
-    TVMFFIAny arguments[kCount]{};
-    for (int i = 0; i < kCount; ++i) {
-      DLTensor& t = given[i].tensor;
-      int64_t at = 0, code = 0, bits = 0;
-      in >> at >> code >> bits >> t.ndim;
-      for (int d = 0; d < t.ndim; ++d) in >> given[i].shape[d];
-      for (int d = 0; d < t.ndim; ++d) in >> given[i].strides[d];
-      t.data = reinterpret_cast<void*>(kBase + uintptr_t(at));
-      t.device = {kDLCUDA, 0};
-      t.dtype = {uint8_t(code), uint8_t(bits), 1};
-      t.shape = given[i].shape;
-      t.strides = given[i].strides;
-      arguments[i].type_index = kTVMFFIDLTensorPtr;
-      arguments[i].v_ptr = &t;
-    }
-    Call call(arguments, kCount);
+    Given<10> given(line);
+    Call call(given.arguments, 10);
     GroupedOperands groups(call);
     auto const a = groups.rows<Half, Major::kRow, 2, false>();
     auto const b = groups.weights<Half, Major::kCol, 2, false>();
@@ -89,6 +57,7 @@ int main() {
   }
 }
 """
+)
 
 T, E, N, K = 10, 3, 6, 8
 NAMES = ("a", "b", "out", "offsets", "row", "col", "tile", "second", "row_scales", "weight_scales")
@@ -108,11 +77,8 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Compile the program, and keep it running."""
-    path = host.program(tmp_path_factory.mktemp("binding"), PROGRAM, *host.UNLINKED)
-    with subprocess.Popen([str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+    with host.running(tmp_path_factory.mktemp("binding"), PROGRAM) as running:
         yield running
-        running.stdin.close()
 
 
 def tensors(shapes=SHAPES, /, **changes):
@@ -130,15 +96,7 @@ def tensors(shapes=SHAPES, /, **changes):
 
 
 def ask(program, buffer, given):
-    words = []
-    for name in NAMES:
-        x = given[name]
-        code = 0 if x.dtype in (torch.int32, torch.int64) else 2
-        words += [x.data_ptr() - buffer.data_ptr(), code, 8 * x.element_size(), x.ndim, *x.shape, *x.stride()]
-    program.stdin.write(" ".join(map(str, words)) + "\n")
-    program.stdin.flush()
-    status, *rest = map(int, program.stdout.readline().split())
-    return refusal(status) if status else rest
+    return host.ask(program, buffer, [given[name] for name in NAMES])
 
 
 def overlapped(out):
@@ -146,18 +104,24 @@ def overlapped(out):
     return out.flatten()[: 4 * T].view(torch.float32).view(T, 2)
 
 
-def by_group(x):
-    return 0, x.stride(0) if x.shape[0] > 1 else 0
-
-
-def scales_of(buffer, given, *, by_row):
-    """Return where scales begin, what leads to those of a row and of a group, and the distances within a group."""
+def wanted(buffer, given, extents):
+    """Return the extents, and of each tensor where it begins and its distances between rows and groups."""
+    room = given["out"].ndim > 2
     rows, weights = given["row_scales"], given["weight_scales"]
-    of_rows = (rows.stride(0), 0) if by_row else (0, rows.stride(0))
-    of_weights = (0, weights.stride(0))
-    found = []
-    for x, both in ((rows, of_rows), (weights, of_weights)):
-        found += [x.data_ptr() - buffer.data_ptr(), *both, x.stride(-2), x.stride(-1)]
+    distances = {
+        "a": (0, 0),
+        **{name: (0, given[name].stride(0) if given[name].shape[0] > 1 else 0) for name in ("b", "second")},
+        **{name: (given[name].stride(-2), 0) for name in ("out", "tile")},
+        "offsets": (0, 0),
+        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
+        "col": (1, 0),
+        "row_scales": (0, rows.stride(0)) if room else (rows.stride(0), 0),
+        "weight_scales": (0, weights.stride(0)),
+    }
+    found = [*extents]
+    for name in NAMES:
+        scales = given[name].stride()[-2:] if name.endswith("scales") else ()
+        found += [given[name].data_ptr() - buffer.data_ptr(), *distances[name], *scales]
     return [*found, 1]
 
 
@@ -178,21 +142,7 @@ def scales_of(buffer, given, *, by_row):
 )
 def test_rows_and_groups_lie_where_their_strides_say(program, changes):
     buffer, given = tensors(**changes)
-    wanted = [T, N, K, E, 1, E, T, 0, T]
-    distances = {
-        "a": (0, 0),
-        "b": by_group(given["b"]),
-        "out": (given["out"].stride(0), 0),
-        "offsets": (0, 0),
-        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
-        "col": (1, 0),
-        "tile": (given["tile"].stride(0), 0),
-        "second": by_group(given["second"]),
-    }
-    for name, both in distances.items():
-        wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
-    wanted += scales_of(buffer, given, by_row=True)
-    assert ask(program, buffer, given) == wanted
+    assert ask(program, buffer, given) == wanted(buffer, given, (T, N, K, E, 1, E, T, 0, T))
 
 
 @pytest.mark.parametrize(
@@ -254,21 +204,7 @@ WITH_ROOM = {**SHAPES, "a": (E, M, K), "out": (E, M, N), "col": (E, M), "tile": 
 )
 def test_groups_may_have_room(program, changes):
     buffer, given = tensors(WITH_ROOM, **changes)
-    distances = {
-        "a": (0, 0),
-        "b": by_group(given["b"]),
-        "out": (given["out"].stride(1), 0),
-        "offsets": (0, 0),
-        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
-        "col": (1, 0),
-        "tile": (given["tile"].stride(1), 0),
-        "second": by_group(given["second"]),
-    }
-    wanted = [E * M, N, K, E, 1, E, M, M, E * M]
-    for name, both in distances.items():
-        wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
-    wanted += scales_of(buffer, given, by_row=False)
-    assert ask(program, buffer, given) == wanted
+    assert ask(program, buffer, given) == wanted(buffer, given, (E * M, N, K, E, 1, E, M, M, E * M))
 
 
 def test_groups_with_room_for_one_row_are_as_far_apart_as_rows(program):

@@ -1,6 +1,5 @@
 """Kernels of the other types through the real compiler: instructions in the machine code, spills and shared memory."""
 
-import functools
 import math
 import re
 import struct
@@ -172,16 +171,11 @@ def declared(case):
     return co.KernelSpec(**named, config=config, target=target)
 
 
-@functools.cache
-def built(spec):
-    return build_artifact(spec)
-
-
 @pytest.mark.parametrize("case", compiled({name: (name,) for name in KERNELS}, beside_gpu_tests=ELSEWHERE))
 def test_a_kernel_has_its_instruction(case):
     wanted, (_, _, (opcode, count), name) = declared(case), KERNELS[case]
     assert co.check(wanted) == ()
-    artifact = built(wanted)
+    artifact = build_artifact(wanted)
     assert prove_tensor_cores(artifact.library, wanted)[opcode] == count
     named = instructions(artifact.library)
     assert named is None or (named and all(re.match(name, each) for each in named))
@@ -192,13 +186,13 @@ def test_a_kernel_has_its_instruction(case):
 
 def test_numbers_of_derivatives_are_doubles_in_the_machine_code():
     """The compiler adds up the constants that FP32 has."""
-    library = built(declared("fp64 by mma.sync")).library
+    library = build_artifact(declared("fp64 by mma.sync")).library
     assert struct.pack("<d", 1 / math.sqrt(2 * math.pi)) in library.read_bytes()
 
 
 def test_parts_of_sums_in_fp64_are_added_up_in_fp64():
     """In turn, to memory, or by blocks of their own. Nothing is converted, and no FP32 value is computed with."""
-    text = disassembled(built(declared("fp64 of few rows")).library)
+    text = disassembled(build_artifact(declared("fp64 of few rows")).library)
     if text is None:
         pytest.skip("the toolkit cannot disassemble")
     assert re.search(r"\b(RED|ATOM)G?\.E\.ADD\.F64", text)
@@ -208,7 +202,7 @@ def test_parts_of_sums_in_fp64_are_added_up_in_fp64():
 
 def test_results_in_int8_are_rounded_by_one_instruction_and_sums_by_none():
     """INT8 saturates as it is rounded. Sums in INT32 never were FP32: nothing makes that of an integer with a sign."""
-    to_int8, sums = (disassembled(built(declared(case)).library) for case in CONVERTED)
+    to_int8, sums = (disassembled(build_artifact(declared(case)).library) for case in CONVERTED)
     if to_int8 is None or sums is None:
         pytest.skip("the toolkit cannot disassemble")
     signed = r"\bI2FP?\.(F32\.)?S32"

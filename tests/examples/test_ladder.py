@@ -12,6 +12,7 @@ import torch
 
 from examples.ladder import cuda, measuring, proof, report, rungs
 from examples.ladder.problem import EDGES, Shape
+from tests import ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_HAND = [rung for rung in rungs.RUNGS if rung.source.endswith(".cu")]
@@ -92,12 +93,14 @@ def test_the_document_is_of_the_committed_result():
 
 @pytest.mark.compile
 @pytest.mark.parametrize("rung", BY_HAND, ids=lambda rung: rung.source)
-def test_a_rung_compiles_into_its_instruction(rung, tmp_path):
-    built = rungs.build(rung, tmp_path)
-    assert proof.class_of(built.counts) == rung.expected
-    # Whatever TMA rungs promise beside it.
-    assert ("UTMALDG" in built.counts) == (rung.name in ("7", "8"))
-    assert ("LDGSTS" in built.counts) == (rung.name in ("5", "6"))
+def test_a_rung_compiles_into_its_instruction(rung, tmp_path, request):
+    helpers = [path.read_text() for path in sorted(cuda.FOLDER.glob("*.[cp]*")) if not path.name.startswith("rung0")]
+    with ledger.once(request, (cuda.FOLDER / rung.source).read_text(), *helpers):
+        built = rungs.build(rung, tmp_path)
+        assert proof.class_of(built.counts) == rung.expected
+        # Whatever TMA rungs promise beside it.
+        assert ("UTMALDG" in built.counts) == (rung.name in ("7", "8"))
+        assert ("LDGSTS" in built.counts) == (rung.name in ("5", "6"))
 
 
 @pytest.mark.compile

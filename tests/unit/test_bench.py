@@ -241,9 +241,10 @@ def test_names_are_escaped_and_an_unknown_chip_has_no_roofline():
         def environment(self):
             return {"chip": "<b>GPU</b>"}
 
-    result = co.bench("gemm", (16, 48, 32), against=["eager"], clock=Elsewhere())
+    result = co.bench("gemm_bias_relu", (16, 48, 32), against=["cublaslt", "eager"], clock=Elsewhere())
     reader = _read(result.html())
     assert (reader.count["svg"], "b" in reader.count) == (2, False)
+    assert reader.attributes.count(("class", "slower")) == 2  # the column of cuBLASLt in each method's table
     assert result.rows[0].roofline is None
 
 

@@ -17,6 +17,7 @@ def _on_the_cpu(monkeypatch):
     torch.manual_seed(0)
 
 
+@pytest.mark.slow
 def test_rows_are_made_and_measured():
     table = bench_host.table()
     assert len(table) > 70

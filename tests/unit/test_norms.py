@@ -437,7 +437,6 @@ def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
 # ---- Gamma folded again ---------------------------------------------------------------------------------------------
 
 
-# A weight's placement and a gamma, and whether PyTorch's own product lies as kernels read it.
 # A weight's placement, and a gamma.
 FOLDED = {
     "whole lines along K": (lambda w: w.t().contiguous().t(), lambda g: g),

@@ -123,6 +123,12 @@ def test_what_is_no_json_says_why(text, why):
         checked_json.parsed(text, "it", 50 if why.startswith("more") else 1 << 20)
 
 
+def test_what_json_has_not_has_no_canonical_text():
+    for value, error in ((float("nan"), ValueError), (-float("inf"), ValueError), ({1}, TypeError)):
+        with pytest.raises(error):
+            checked_json.canonical([value])
+
+
 # ---- Tables ------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The choice of a kernel for groups of rows, of which the host knows only how many there are."""
+"""How the model takes rows to be spread over groups."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,6 @@ import pytest
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.kinds.spreads import ASSUMED
-
-# ---- Spreads ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sample(2)
@@ -34,12 +32,3 @@ def test_groups_are_drawn_as_the_model_takes_them_to_be(spread, rows, groups):
     if spread.name == "equal":
         assert max(sizes) - min(sizes) <= 1
     assert sizes == spread.drawn(rows, groups, np.random.default_rng(0))
-
-
-# ---- Times -----------------------------------------------------------------------------------------------------------
-
-
-# ---- Choices ---------------------------------------------------------------------------------------------------------
-
-
-# ---- Numbers of rows -------------------------------------------------------------------------------------------------
