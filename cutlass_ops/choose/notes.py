@@ -69,7 +69,8 @@ class Errors(NamedTuple):
         them. Unless that is taken into account, those that only the other chip has measured seem faster. The shift is
         the mean difference of measurements that both have, near each problem.
         """
-        _, mine, theirs = np.intersect1d(self._names(), own._names(), return_indices=True)
+        names, its_names = self._names(own)
+        _, mine, theirs = np.intersect1d(names, its_names, return_indices=True)
         if not len(mine):
             return self
         count = np.bincount(self.rows[mine], minlength=len(self.problems))
@@ -79,11 +80,13 @@ class Errors(NamedTuple):
         shifts = weights @ sums[both] / (weights @ count[both] + 1)
         return self._replace(errors=self.errors + shifts[self.rows])
 
-    def _names(self) -> NDArray[np.void]:
-        """Return what tells measurements apart, as one value for each."""
-        columns = (self.problems[self.rows], self.kernels[:, None], self.tiles[:, None])
-        whole = np.ascontiguousarray(np.concatenate(columns, axis=1, dtype=np.float64))
-        return whole.view([("", whole.dtype)] * whole.shape[1])[:, 0]
+    def _names(self, other: Errors) -> list[NDArray[np.complex128]]:
+        """Return a number for each measurement of both: the same for one kernel at one problem."""
+        _, places = np.unique(np.concatenate((self.problems, other.problems)), axis=0, return_inverse=True)
+        parts = np.split(places.reshape(-1), [len(self.problems)])
+        most = 1 + max(x.kernels.max(initial=0) for x in (self, other))
+        # The tiles tell apart what differs in N alone.
+        return [part[x.rows] * most + x.kernels + 1j * x.tiles for x, part in zip((self, other), parts, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from signatures import H100
 import cutlass_ops as co
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed, derivatives
 from cutlass_ops.epilogue.graph import Graph
@@ -14,6 +15,7 @@ from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import footprint, model
 from cutlass_ops.operand.call import call_at, check_call, signature_of
+from cutlass_ops.run import by_pytorch
 from cutlass_ops.run.gemm import op_for
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -274,3 +276,32 @@ def test_sums_are_added_up_while_memory_is_read():
     adding = model.promoting(batch, model.grid(batch, problem, model.H100))
     without, added = (float(model.times(batch, problem, widths=(1.0, 2.0), adding=x)[0, 0]) for x in (0.0, adding))
     assert without < added < without + float(adding[0, 0]) / 2
+
+
+ROW_SCALES = {"each": torch.rand(5), "apart": torch.rand(10)[::2], "one": torch.rand(()), "number": 0.5}
+COLUMN_SCALES = {"each": torch.rand(32), "row": torch.rand(1, 32), "one": torch.rand(1), "number": 2.0}
+
+
+@pytest.mark.parametrize("rows", ROW_SCALES.values(), ids=ROW_SCALES)
+@pytest.mark.parametrize("columns", COLUMN_SCALES.values(), ids=COLUMN_SCALES)
+def test_pytorch_has_its_scales_in_lines(rows, columns, monkeypatch):
+    """torch._scaled_mm takes contiguous scales of each row and column; one of each matrix is for all of them."""
+    given = (Kind.COL, rows), (Kind.ROW, columns)
+    kinds = tuple(kind if torch.as_tensor(x).numel() > 1 else Kind.SCALAR for kind, x in given)
+    a, b = (torch.randn(n, 16).to(torch.float8_e4m3fn) for n in (5, 32))
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+        by_rows = Kind.COL in kinds or Kind.ROW in kinds
+        assert (scale_a.shape, scale_b.shape) == (((5, 1), (1, 32)) if by_rows else ((), ()))
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(by_pytorch, "_takes_scales", lambda *_: True)
+    manner = by_pytorch.Manner(torch.bfloat16, DENSE, "fast", None, None)
+    of = by_pytorch.Operands(manner, a, b.t(), {"scale_a": rows, "scale_b": columns})
+    found = by_pytorch.scaled("scale_a", "scale_b", kinds, of)
+    exact = a.double() @ b.double().t()
+    exact = exact * torch.as_tensor(rows).double().reshape(-1, 1) * torch.as_tensor(columns).double().reshape(1, -1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)
