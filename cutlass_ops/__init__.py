@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.operand.results import RowStatistic
     from cutlass_ops.run.gemm import gemm
+    from cutlass_ops.run.packed import Packed
     from cutlass_ops.run.traced import recompute
     from cutlass_ops.run.values import Groups, Scaled
 
@@ -106,6 +107,7 @@ _MODULES = {
         "gemm_residual",
     ),
     "run.norms": ("gemm_residual_rms", "layernorm_gemm", "rmsnorm_gemm"),
+    "run.packed": ("Packed",),
     "run.preparing": ("prepare_launch", "warm_up"),
     "operand.results": ("RowStatistic",),
     "run.traced": ("recompute",),
@@ -133,6 +135,7 @@ __all__ = [
     "Integer",
     "KernelSpec",
     "Operand",
+    "Packed",
     "Product",
     "Row",
     "RowStatistic",

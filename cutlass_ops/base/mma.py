@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
-from cutlass_ops.base.dtypes import FP8, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
+from cutlass_ops.base.dtypes import FP8, PACKED, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
 
 Block = tuple[int, int]
 Scaling = tuple[Block | None, Block | None]  # of A and of B; None without scales
@@ -67,7 +67,7 @@ class MmaSpec:
     @property
     def scalings(self) -> tuple[Scaling, ...]:
         """Blocks of A and of B whose scales some main loop applies."""
-        return tuple(blocks for unit in self.units for blocks in unit.scalings)
+        return tuple(dict.fromkeys(blocks for unit in self.units for blocks in unit.scalings))
 
     @property
     def promotes(self) -> bool:
@@ -78,6 +78,11 @@ class MmaSpec:
     def bits(self) -> int:
         """Size of an element of A and of B in bits."""
         return self.a.bits
+
+    @property
+    def packed(self) -> bool:
+        """Whether B is a packed weight, which only main loops of its own read."""
+        return self.b in PACKED
 
     @property
     def wgmma_types(self) -> str:
@@ -132,6 +137,11 @@ class MmaSpec:
         return blocks == (None, None) or blocks in self.scalings
 
 
+# Elements along K of a packed weight that share a scale. The last one stands for all of K, whatever that is.
+WHOLE_K = 1 << 16
+GROUPS = (16, 32, 64, 128, WHOLE_K)
+_GROUPS: tuple[Scaling, ...] = tuple((None, (group, 1)) for group in GROUPS)
+
 # PTX's names of types that are other ones than ours.
 _PTX = {i8: "s8", i32: "s32"}
 _16_BITS = ((16, 8, 16), (16, 8, 8))
@@ -145,6 +155,19 @@ MMAS: tuple[MmaSpec, ...] = (
     *(
         MmaSpec(each, each, f32, each, (Unit(MMA_SYNC, "HMMA", _16_BITS), Unit(WGMMA, "HGMMA", copyable=True)))
         for each in (bf16, f16)
+    ),
+    # A packed weight: threads convert it to A's type.
+    *(
+        MmaSpec(
+            *(each, packed, f32, each),
+            (
+                Unit(MMA_SYNC, "HMMA", ((16, 8, 16),), k_major_only=True, scalings=_GROUPS),
+                Unit(WGMMA, "HGMMA", k_major_only=True, scalings=_GROUPS),
+            ),
+            error=2.0**-8,  # a number times its scale is rounded to A's type
+        )
+        for each in (bf16, f16)
+        for packed in PACKED
     ),
     # FP32, if a call says so: MATHS.
     MmaSpec(
@@ -174,8 +197,8 @@ MMAS: tuple[MmaSpec, ...] = (
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
     *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
-# Types of A and B.
-OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
+# Types of A and B, but for packed weights: a call names A's type.
+OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS if not mma.packed for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives; and how sums of FP8 products are added up.
 Math = Literal["tf32", "3xtf32", "fast", "promoted"]
@@ -210,8 +233,8 @@ def math_of(dtype: DType) -> Math | None:
 
 
 def pairs() -> str:
-    """Return the supported pairs of types, for messages."""
-    return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS)
+    """Return the supported pairs of types, for messages: without packed weights, to which nothing is converted."""
+    return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS if not mma.packed)
 
 
 def blocks(extent: int) -> int:

@@ -29,7 +29,7 @@ from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import batches, groups, matrices, operands, reference, sizes
-from cutlass_ops.operand.matrices import OPERANDS, Matrix
+from cutlass_ops.operand.matrices import OPERANDS, Matrix, Packed
 from cutlass_ops.operand.operands import Arguments
 from cutlass_ops.operand.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.operand.results import new_strides, quantized_dtype, usual_dtype
@@ -291,7 +291,8 @@ def call_at(
         if kind in (Kind.SCALAR, Kind.INTEGER):
             return 0 if kind is Kind.INTEGER else 1.0
         if kind in OPERANDS:
-            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=torch.float32)
+            of_scales = of_a if issubclass(OPERANDS[kind], Packed) else torch.float32
+            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=of_scales)
         if kind is Kind.PRODUCT:
             return empty(*of_b, k, n, major=b)
         read = getattr(torch, element_named(others[name]).torch_name) if name in others else usual_dtype(of_a, of_a)
@@ -300,6 +301,8 @@ def call_at(
     inputs = {i.name: drawn(*i) for i in graph.inputs}
     offsets = empty(problem.count, dtype=torch.int32) if form.operands else None
     x, y = empty(*lead, m, k, major=a), empty(*of_b, k, n, major=b)
+    if any(issubclass(OPERANDS.get(i.kind, Matrix), Packed) for i in graph.inputs):
+        y = empty(k // 2, n, major="col", dtype=torch.uint8)
     math = math or mma.math_of(element)
     return check_call(graph, x, y, inputs, None, out_dtype, offsets=offsets, math=math, form=form)
 

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, HELD, DType, f32, tf32
+from cutlass_ops.base.dtypes import FP8, HELD, DType, e2m1, f32, i4, tf32, u4
+from cutlass_ops.base.dtypes import dtype as named
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Expression
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
+from cutlass_ops.operand import packing
 from cutlass_ops.operand.batches import Frame
 from cutlass_ops.operand.sizes import surely
 from cutlass_ops.operand.tensors import element_type, fold, how_to_copy
@@ -246,8 +249,93 @@ class BlockScaled(Matrix):
         return super().values(dtype) * (spread if self.name == "a" else spread.t())
 
 
+class Packed(Matrix):
+    """A weight with 4 bits for a number, and a scale for each group along K of a column: see :mod:`..packing`.
+
+    There is a subclass for each type of numbers. The tensor is (K / 2, N), contiguous along K.
+    """
+
+    packed: ClassVar[DType]
+    parts: ClassVar[int] = 1  # values for each group: a scale, and perhaps a zero point
+
+    @classmethod
+    def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:  # noqa: D102
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"{name} is {tensor.dtype}: packed numbers are torch.uint8, two in a byte")
+        return cls.packed
+
+    @classmethod
+    def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:  # noqa: D102
+        groups = [frame.k // group for group in packing.GROUPS[::-1] if frame.k % group == 0]
+        return [(frame.n, cls.parts * count) for count in dict.fromkeys((*groups, 1))]
+
+    @classmethod
+    def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:  # noqa: D102
+        if frame.form != DENSE:
+            raise TypeError(f"b is packed, and {frame.form} calls take no packed weights: call gemm for each of them")
+        scale: Tensor = value
+        packing.require_extents(frame.n, frame.k)
+        element_type(name, scale, tuple(named(each) for each in PARTS[kind].dtypes))
+        shapes = cls.shapes(kind, frame)
+        if tuple(scale.shape) not in shapes:
+            raise ValueError(
+                f"{name} has shape {tuple(scale.shape)}: with N={frame.n} and K={frame.k} it must have shape "
+                f"{' or '.join(map(str, shapes))}, {cls.parts} for each group along K of a column"
+            )
+        return scale if scale.is_contiguous() else scale.contiguous()
+
+    def require_multiplied(self, found: mma.MmaSpec, math: mma.Math | None) -> None:  # noqa: D102
+        if math is not None:
+            raise TypeError(f"math is {math!r}, and b is packed, of which there is one product: omit math")
+        if self.further and self.scale.dtype is not getattr(torch, found.a.torch_name):
+            raise TypeError(
+                f"a is {found.a.torch_name}, and b is packed for {self.scale.dtype}: convert a, or pack b with dtype="
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        half, n = self.tensor.shape
+        return 2 * half, n
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales, and perhaps zero points, in the packed order."""
+        (scale,) = self.further.values()
+        return scale
+
+    @property
+    def block(self) -> mma.Block:  # noqa: D102
+        groups = self.scale.shape[-1] // self.parts
+        return (mma.WHOLE_K if groups == 1 else self.shape[0] // groups), 1
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:  # noqa: D102
+        return packing.dequantized(self.tensor.t(), self.scale, self.packed, dtype).t()
+
+
+class PackedI4(Packed):
+    """Numbers from -8 to 7."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_I4}
+    packed = i4
+
+
+class PackedU4(Packed):
+    """Numbers from 0 to 15, less the zero point of their group."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_U4}
+    packed, parts = u4, 2
+
+
+class PackedE2M1(Packed):
+    """FP4."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_E2M1}
+    packed = e2m1
+
+
+_WITH_PARTS: tuple[type[Matrix], ...] = (BlockScaled, PackedI4, PackedU4, PackedE2M1)
 # Kinds of operands with further tensors, by the kinds of the inputs that hold these. Others are dense.
-OPERANDS: dict[Kind, type[Matrix]] = {kind: cls for cls in (BlockScaled,) for kind in cls.takes.values()}
+OPERANDS: dict[Kind, type[Matrix]] = {kind: cls for cls in _WITH_PARTS for kind in cls.takes.values()}
 
 
 def operand(name: Literal["a", "b"], tensor: Tensor, graph: Expression, inputs: Mapping[str, Any], *of: Any) -> Matrix:

@@ -23,6 +23,7 @@ from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
 from cutlass_ops.kinds.serving import plain_epilogue, quantizes_apart, reduced_together, source, source_name
+from cutlass_ops.kinds.sm90 import packed
 from cutlass_ops.kinds.sm90.config import Sm90Config
 
 _MBARRIER_BYTES = 8
@@ -232,6 +233,10 @@ def _operands(spec: KernelSpec, config: Sm90Config) -> tuple[int, int]:
 
 
 def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
+    if packed.is_packed(spec):  # templates/include/cutlass_ops/packed_mainloop.h
+        numbers, other = _operands(spec, config)
+        own = [Block(stages * each, 128) for each in (numbers, packed.stage_scales(spec, config))]
+        return struct(Block(stages * other), *own, alignment=128)
     tiles = [Block(stages * each) for each in _operands(spec, config)]
     scales = [Block(stages * each, 16)] if (each := _stage_scales(spec, config)) else []
     return struct(*tiles, *scales, alignment=128)

@@ -28,6 +28,7 @@ from cutlass_ops.kinds.serving import (
     takes_means,
     whole_lines,
 )
+from cutlass_ops.kinds.sm90 import packed
 from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.sm90.footprint import (
     block_memory,
@@ -630,6 +631,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("gathered", "policy", _gathered),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),
+    Rule("packed", "policy", packed.rule),
     Rule("quantized", "policy", _quantized),
     Rule("paired_reduction", "policy", _paired_reduction),
     Rule("reduction_schedule", "policy", _reduction_schedule),
