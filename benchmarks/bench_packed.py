@@ -204,7 +204,7 @@ def sweep(epilogue: str, m: int, n: int, k: int, numbers: str, group: int | None
     op, arguments, _ = requested(draw(m, n, k, numbers, group), epilogue)
     signature, problem = harness.asked(op, arguments, device)
     few = [c for c in candidates() if c.rows >= min(m, 8) and (c.rows == 8 or m > 8)] if m <= _SWEEP_ROWS else []
-    many = [c for c in of_sm90.untuned() if c.threadblock.n < 4 * m or c.threadblock.n == 8]
+    many = [c for c in of_sm90.untuned(signature) if c.threadblock.n < 4 * m or c.threadblock.n == 8]
     specs = {c: signature.spec(c, c.target_on(device.capability)) for c in (*few, *many)}
     specs = {c: spec for c, spec in specs.items() if is_legal(spec)}
     loaded = Registry.current().kernels(list(specs.values()))  # compiled in parallel

@@ -10,7 +10,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
-from cutlass_ops.base.dtypes import FP8, PACKED, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
+from cutlass_ops.base.dtypes import (
+    FP8,
+    PACKED,
+    READ,
+    SPARSE,
+    STORED,
+    DType,
+    bf16,
+    bf16s,
+    e4m3,
+    e4m3s,
+    f16,
+    f16s,
+    f32,
+    f64,
+    i8,
+    i8s,
+    i32,
+    tf32,
+    tf32x3,
+)
 
 Block = tuple[int, int]
 Scaling = tuple[Block | None, Block | None]  # of A and of B; None without scales
@@ -85,6 +105,11 @@ class MmaSpec:
         return self.b in PACKED
 
     @property
+    def sparse(self) -> bool:
+        """Whether B has two of each four elements along K, which instructions of its own multiply."""
+        return self.b in SPARSE
+
+    @property
     def wgmma_types(self) -> str:
         """The end of the instruction's name in PTX: K and types. A kernel that computes D^T takes B's type first."""
         types = ".".join(_PTX.get(t, t.name) for t in (self.accumulator, self.a, self.b))
@@ -141,6 +166,9 @@ class MmaSpec:
 WHOLE_K = 1 << 16
 GROUPS = (16, 32, 64, 128, WHOLE_K)
 _GROUPS: tuple[Scaling, ...] = tuple((None, (group, 1)) for group in GROUPS)
+# Elements of a sparse weight, along K and N, whose metadata lie together: operand/sparsity.py.
+META_BLOCK = 64
+_META: tuple[Scaling, ...] = ((None, (META_BLOCK, META_BLOCK)),)
 
 # PTX's names of types that are other ones than ours.
 _PTX = {i8: "s8", i32: "s32"}
@@ -168,6 +196,21 @@ MMAS: tuple[MmaSpec, ...] = (
         )
         for each in (bf16, f16)
         for packed in PACKED
+    ),
+    # A weight with two of four elements: twice the products in the same time.
+    *(
+        MmaSpec(
+            *(a, b, sums, result),
+            (Unit(WGMMA, opcode, k_major_only=True, scalings=_META),),
+            rate=rate,
+            error=error,
+        )
+        for a, b, sums, result, opcode, rate, error in (
+            (bf16, bf16s, f32, bf16, "HGMMA.SP", 2.0, 1e-4),
+            (f16, f16s, f32, f16, "HGMMA.SP", 2.0, 1e-4),
+            (e4m3, e4m3s, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9),
+            (i8, i8s, i32, bf16, "IGMMA.SP", 4.0, 2.0**-9),
+        )
     ),
     # FP32, if a call says so: MATHS.
     MmaSpec(
@@ -197,8 +240,9 @@ MMAS: tuple[MmaSpec, ...] = (
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
     *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
-# Types of A and B, but for packed weights: a call names A's type.
-OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS if not mma.packed for t in (mma.a, mma.b)))
+# Types of A and B, but for packed and sparse weights: a call names A's type.
+_PLAIN = tuple(mma for mma in MMAS if not (mma.packed or mma.sparse))
+OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in _PLAIN for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives; and how sums of FP8 products are added up.
 Math = Literal["tf32", "3xtf32", "fast", "promoted"]
@@ -233,8 +277,8 @@ def math_of(dtype: DType) -> Math | None:
 
 
 def pairs() -> str:
-    """Return the supported pairs of types, for messages: without packed weights, to which nothing is converted."""
-    return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS if not mma.packed)
+    """Return the supported pairs of types, for messages: without weights in forms of their own."""
+    return ", ".join(f"{mma.a} with {mma.b}" for mma in _PLAIN)
 
 
 def blocks(extent: int) -> int:

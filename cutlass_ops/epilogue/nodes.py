@@ -16,7 +16,8 @@ class Kind(str, Enum):
     ``INTEGER`` is a single whole number of 64 bits: a seed. ``BLOCKS_A`` and ``BLOCKS_B`` are the scales of blocks of A
     and of B. The main loop applies them to the accumulator, so no operation reads them. ``BLOCKS_D`` is an output: the
     scales of D's blocks of 1x128, shape (M, N / 128), rounded up. ``GROUPS_I4``, ``GROUPS_U4`` and ``GROUPS_E2M1`` are
-    the scales of groups along K of a packed B, which also say what its numbers are.
+    the scales of groups along K of a packed B, which also say what its numbers are. ``META_B`` says where the stored
+    elements of a 2:4 sparse B are.
     """
 
     ROW = "row"
@@ -31,6 +32,7 @@ class Kind(str, Enum):
     GROUPS_I4 = "groups_i4"
     GROUPS_U4 = "groups_u4"
     GROUPS_E2M1 = "groups_e2m1"
+    META_B = "meta_b"
 
 
 class Part(NamedTuple):
@@ -50,6 +52,7 @@ PARTS: dict[Kind, Part] = {
     Kind.GROUPS_I4: Part("b", "scales of groups along K", "(N, K / group), in a's type, packed", _16_BITS),
     Kind.GROUPS_U4: Part("b", "scales and zero points of groups along K", "(N, 2 K / group), packed", _16_BITS),
     Kind.GROUPS_E2M1: Part("b", "scales of groups along K", "(N, K / group), in a's type, packed", _16_BITS),
+    Kind.META_B: Part("b", "metadata of a sparse weight", "(N / 64, 8 K), UINT8, both rounded up", ("u8",)),
 }
 # Scales of which both operands have some, or neither.
 BLOCKS = (Kind.BLOCKS_A, Kind.BLOCKS_B)

@@ -15,6 +15,7 @@ from cutlass_ops.nn.mlp import MLP, GatedMLP
 from cutlass_ops.nn.norms import LayerNormLinear, RMSNormLinear
 from cutlass_ops.nn.packed import PackedLinear
 from cutlass_ops.nn.patching import Patched, fold_norms, patch, unpatch
+from cutlass_ops.nn.sparse import SparseLinear
 from cutlass_ops.run.fp8 import Fp8State
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PackedLinear",
     "Patched",
     "RMSNormLinear",
+    "SparseLinear",
     "fold_norms",
     "patch",
     "unpatch",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
+from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64, u8
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
@@ -29,7 +29,7 @@ from cutlass_ops.epilogue import integers
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import batches, groups, matrices, operands, reference, sizes
-from cutlass_ops.operand.matrices import OPERANDS, Matrix, Packed
+from cutlass_ops.operand.matrices import OPERANDS, Matrix
 from cutlass_ops.operand.operands import Arguments
 from cutlass_ops.operand.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.operand.results import new_strides, quantized_dtype, usual_dtype
@@ -291,8 +291,7 @@ def call_at(
         if kind in (Kind.SCALAR, Kind.INTEGER):
             return 0 if kind is Kind.INTEGER else 1.0
         if kind in OPERANDS:
-            of_scales = of_a if issubclass(OPERANDS[kind], Packed) else torch.float32
-            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=of_scales)
+            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=OPERANDS[kind].of_further(of_a))
         if kind is Kind.PRODUCT:
             return empty(*of_b, k, n, major=b)
         read = getattr(torch, element_named(others[name]).torch_name) if name in others else usual_dtype(of_a, of_a)
@@ -301,8 +300,9 @@ def call_at(
     inputs = {i.name: drawn(*i) for i in graph.inputs}
     offsets = empty(problem.count, dtype=torch.int32) if form.operands else None
     x, y = empty(*lead, m, k, major=a), empty(*of_b, k, n, major=b)
-    if any(issubclass(OPERANDS.get(i.kind, Matrix), Packed) for i in graph.inputs):
-        y = empty(k // 2, n, major="col", dtype=torch.uint8)
+    held = next((OPERANDS[i.kind].held for i in graph.inputs if i.kind in OPERANDS), None)
+    if held is not None:
+        y = empty(k // held.along_k, n, major="col", dtype=held.dtype or of_a)
     math = math or mma.math_of(element)
     return check_call(graph, x, y, inputs, None, out_dtype, offsets=offsets, math=math, form=form)
 
@@ -405,6 +405,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
             return Operand(i64 if kind is Kind.INTEGER else scalar, "row", 1)
         if value.dtype is torch.int32 and kind is not Kind.TILE:
             return Operand(i32, "row", 1)
+        if kind is Kind.META_B:
+            return Operand(u8, "row", 1)
         if kind is Kind.PRODUCT:
             return load_b
         if kind is not Kind.TILE:

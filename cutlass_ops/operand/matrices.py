@@ -10,19 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, HELD, DType, e2m1, f32, i4, tf32, u4
+from cutlass_ops.base.dtypes import FP8, HELD, SPARSE, DType, e2m1, f32, i4, tf32, u4
 from cutlass_ops.base.dtypes import dtype as named
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Expression
 from cutlass_ops.epilogue.nodes import PARTS, Kind
-from cutlass_ops.operand import packing
+from cutlass_ops.operand import packing, sparsity
 from cutlass_ops.operand.batches import Frame
 from cutlass_ops.operand.sizes import surely
 from cutlass_ops.operand.tensors import element_type, fold, how_to_copy
@@ -45,6 +45,13 @@ class Layout:
     def for_vector_access(self) -> Operand:
         """Return the type for accesses that also need an aligned extent."""
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
+
+
+class Held(NamedTuple):
+    """How a weight in a form of its own holds its elements in memory."""
+
+    along_k: int  # elements of the matrix, along K, for one of the tensor
+    dtype: torch.dtype | None  # of the tensor; None for that of A
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +77,8 @@ class Matrix:
 
     # The kind of the input that holds an operand's further tensor, by the operand's name.
     takes: ClassVar[Mapping[str, Kind]] = {}
+    # None if the tensor has the matrix's shape.
+    held: ClassVar[Held | None] = None
 
     @classmethod
     def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:
@@ -99,6 +108,11 @@ class Matrix:
     def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:
         """Return the shapes that a further tensor may have, the usual one first."""
         raise NotImplementedError(f"{cls.__name__} has one tensor")
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:
+        """Return the usual type of a further tensor, beside A's type."""
+        return torch.float32
 
     @classmethod
     def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:
@@ -255,8 +269,13 @@ class Packed(Matrix):
     There is a subclass for each type of numbers. The tensor is (K / 2, N), contiguous along K.
     """
 
+    held = Held(2, torch.uint8)
     packed: ClassVar[DType]
     parts: ClassVar[int] = 1  # values for each group: a scale, and perhaps a zero point
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:  # noqa: D102
+        return of_a
 
     @classmethod
     def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:  # noqa: D102
@@ -333,7 +352,70 @@ class PackedE2M1(Packed):
     packed = e2m1
 
 
-_WITH_PARTS: tuple[type[Matrix], ...] = (BlockScaled, PackedI4, PackedU4, PackedE2M1)
+class Sparse(Matrix):
+    """A weight with two of each four elements along K, and their places: see :mod:`..sparsity`.
+
+    The tensor is (K / 2, N), contiguous along K.
+    """
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.META_B}
+    held = Held(2, None)
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:  # noqa: D102
+        return torch.uint8
+
+    @classmethod
+    def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:  # noqa: D102
+        found = next((each for each in SPARSE if tensor.dtype is getattr(torch, each.torch_name)), None)
+        if found is None:
+            known = ", ".join(f"torch.{each.torch_name}" for each in SPARSE)
+            raise TypeError(f"{name} is {tensor.dtype}: a sparse weight is in one of {known}")
+        return found
+
+    @classmethod
+    def multiplied(cls, name: str, tensor: Tensor, math: mma.Math | None, allowed: Sequence[DType]) -> DType:  # noqa: D102
+        return cls.element_of(name, tensor)
+
+    @classmethod
+    def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:  # noqa: D102
+        return [sparsity.meta_shape(frame.n, frame.k)]
+
+    @classmethod
+    def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:  # noqa: D102
+        if frame.form != DENSE:
+            raise TypeError(f"b is sparse, and {frame.form} calls take no sparse weights: call gemm for each of them")
+        meta: Tensor = value
+        sparsity.require_extents(frame.n, frame.k)
+        if meta.dtype != torch.uint8:
+            raise TypeError(f"{name} is {meta.dtype}: metadata of a sparse weight are torch.uint8")
+        (shape,) = cls.shapes(kind, frame)
+        if tuple(meta.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(meta.shape)}: with N={frame.n} and K={frame.k} it must have shape {shape}"
+            )
+        return meta if meta.is_contiguous() else meta.contiguous()
+
+    def require_multiplied(self, found: mma.MmaSpec, math: mma.Math | None) -> None:  # noqa: D102
+        if math is not None:
+            raise TypeError(f"math is {math!r}, and b is sparse, of which there is one product: omit math")
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        half, n = self.tensor.shape
+        return 2 * half, n
+
+    @property
+    def block(self) -> mma.Block:  # noqa: D102
+        return mma.META_BLOCK, mma.META_BLOCK
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:  # noqa: D102
+        (meta,) = self.further.values()
+        found = sparsity.dense(self.tensor.t(), meta).t()
+        return found if dtype is None else found.to(dtype)
+
+
+_WITH_PARTS: tuple[type[Matrix], ...] = (BlockScaled, PackedI4, PackedU4, PackedE2M1, Sparse)
 # Kinds of operands with further tensors, by the kinds of the inputs that hold these. Others are dense.
 OPERANDS: dict[Kind, type[Matrix]] = {kind: cls for cls in _WITH_PARTS for kind in cls.takes.values()}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import PACKED
+from cutlass_ops.base.dtypes import PACKED, SPARSE
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
@@ -22,7 +22,7 @@ from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import PARTS, Kind
 from cutlass_ops.kinds import spreads
 from cutlass_ops.kinds.table import kind_of
-from cutlass_ops.operand import packing, reference
+from cutlass_ops.operand import packing, reference, sparsity
 from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import OpSignature
@@ -236,8 +236,9 @@ class Trial:
         extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
         known: dict[Kind, Tensor | float] = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         b = None
-        if signature.b.dtype in PACKED:
-            b, known[next(i.kind for i in graph.inputs if i.kind in PARTS)] = self._packed(n, k, mean**-0.25)
+        if signature.b.dtype in (*PACKED, *SPARSE):
+            own = self._packed if signature.b.dtype in PACKED else self._sparse
+            b, known[next(i.kind for i in graph.inputs if i.kind in PARTS)] = own(n, k, mean**-0.25)
         inputs = tuple(
             known[i.kind] if i.kind in known else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
             for i, o in zip(graph.inputs, signature.inputs, strict=True)
@@ -258,6 +259,12 @@ class Trial:
         values, scale = packing.drawn(n, k, group, b.dtype, dtype, deviation, self._generator)
         return values.t(), scale
 
+    def _sparse(self, n: int, k: int, deviation: float) -> tuple[Tensor, Tensor]:
+        """Draw a sparse B, and its metadata."""
+        w = _empty((n, k), Operand.of(self._signature.a.dtype), self._device)
+        values, meta = sparsity.compressed(filled(w, deviation, self._generator), sparsity.kept(w))
+        return values.t(), meta
+
     def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
         return filled(_empty(shape, operand, self._device), scale, self._generator)
 
@@ -272,9 +279,9 @@ class Trial:
             found = [self._exact(self._of_group(x, *place)) for place, size in zip(places, sizes, strict=True) if size]
             return [torch.cat(each) for each in zip(*found, strict=True)]
         graph = self._signature.epilogue
-        # Scales of a packed B stay as they are packed.
+        # Scales of a packed B and metadata of a sparse one stay as they are.
         inputs = {
-            i.name: v.double() if isinstance(v, Tensor) and not (i.kind in PARTS and v.itemsize == 2) else v
+            i.name: v.double() if isinstance(v, Tensor) and not (i.kind in PARTS and v.itemsize <= 2) else v
             for i, v in zip(graph.inputs, x.inputs, strict=True)
         }
         acc = reference.accumulator(graph, x.a, x.b, inputs, torch.float64)

@@ -27,6 +27,7 @@ from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.small.config import SmallConfig
 from cutlass_ops.kinds.table import KINDS
 from cutlass_ops.run import packed as packed_values
+from cutlass_ops.run import sparse as sparse_values
 from tests.gpu import kernels
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
@@ -205,6 +206,14 @@ def packed(m=128, n=128, k=128, schedule="cooperative", **changes):
     return sm90(m, n, k, schedule=schedule, **PACKED | {"swap_ab": True, **changes})
 
 
+SPARSE = {"a": "bf16.row", "b": "bf16s.col.blocks64x64", "epilogue": sparse_values._SPARSE}
+SPARSE_I8 = {**SPARSE, "a": "i8.row", "b": "i8s.col.blocks64x64"}
+
+
+def sparse(m=128, n=128, k=128, schedule="cooperative", **changes):
+    return sm90(m, n, k, schedule=schedule, **SPARSE | {"swap_ab": True, **changes})
+
+
 def few(rows=8, warps=8, pieces=2, lines=4, **changes):
     return spec(PackedRowsConfig(rows, warps, pieces, lines), {**PACKED, **changes})
 
@@ -357,6 +366,11 @@ NEIGHBOURS = [
     ("packed", packed(64, 64, schedule="pingpong", **ZEROS), packed(64, 64, 256, schedule="pingpong", **ZEROS)),
     ("packed", packed(), packed(inputs={"scale_b": "f16"})),
     ("scaling", packed(), packed(b="i4.col.blocks48x1")),
+    ("sparse", sparse(), sparse(swap_ab=False)),
+    ("sparse", sparse(k=64), sparse(k=192)),
+    ("sparse", sparse(k=128, **SPARSE_I8), sparse(k=64, **SPARSE_I8)),
+    ("sparse", sparse(n=192, k=64, schedule="pingpong"), sparse(n=200, k=64, schedule="pingpong")),
+    ("scaling", sparse(), sparse(b="bf16s.col.blocks128x64")),
     ("packed_rows", few(), few(a="bf16.row.align4")),
     ("packed_rows", few(), few(inputs={"scale_b": "f16"})),
     ("packed_rows", packed(epilogue=summed_packed), few(epilogue=summed_packed)),

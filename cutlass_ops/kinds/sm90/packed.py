@@ -10,8 +10,10 @@ from cutlass_ops.base.dtypes import PACKED, u4
 from cutlass_ops.base.mma import WHOLE_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.kind import Broken
+from cutlass_ops.kinds.layout import Block
 from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 
 LINE = 16  # rows of the weight in a line
@@ -41,9 +43,10 @@ def scales_of_line(spec: KernelSpec, config: Sm90Config) -> int:
     return groups * (2 if spec.b.dtype is u4 else 1) * LINE
 
 
-def stage_scales(spec: KernelSpec, config: Sm90Config) -> int:
-    """Return the bytes of scales in a stage."""
-    return config.threadblock.m // LINE * scales_of_line(spec, config) * 2
+def memory(spec: KernelSpec, config: Sm90Config, numbers: int, other: int, stages: int) -> tuple[Block, ...]:
+    """Return the main loop's shared memory, given the bytes of a stage's tiles (``packed_mainloop.h``)."""
+    scales = config.threadblock.m // LINE * scales_of_line(spec, config) * 2
+    return Block(stages * other), Block(stages * numbers, 128), Block(stages * scales, 128)
 
 
 def rule(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
@@ -78,14 +81,14 @@ def rule(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
         yield f"{what} with scales in {scales[0]}, and a is {spec.a}: use scales in a's type"
 
 
-def fitted(config: Sm90Config) -> Sm90Config:
+def fitted(config: Sm90Config, _: OpSignature) -> Sm90Config:
     """Return a configuration with the least tile along K, and without blocks that share a weight's tile."""
     tile = config.threadblock
     k = tile.k if tile.k in _TILES_K else _TILES_K[0]
     return replace(config, threadblock=replace(tile, k=k), cluster=ClusterShape(config.cluster.m, 1))
 
 
-def untuned() -> tuple[Sm90Config, ...]:
+def untuned(_: OpSignature) -> tuple[Sm90Config, ...]:
     """Return tiles for any number of rows."""
     two = [
         Sm90Config(ThreadblockShape(64, n, 256), schedule="warp_specialized", swap_ab=True, resident=2)
