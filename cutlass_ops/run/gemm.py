@@ -115,7 +115,7 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
         found, fitted = found[0], scaled.of_row
     elif fitted is None and not scales[2] and scaled.is_one(scale_b):
         found, fitted = scale_b.squeeze(), scaled.of_one
-    has_one = not scales[2] and scaled.is_one(scale_a)
+    has_one = not (scales[0] or scales[2]) and scaled.is_one(scale_a)
     return op_for(epilogue, form, scales, expected, name), has_one, None if found is scale_b else fitted
 
 

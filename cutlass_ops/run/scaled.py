@@ -97,7 +97,17 @@ def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any, *, groups: bool = Fals
     """Return which scales a call has. Raises ValueError if only one operand has scales of blocks."""
     refuse_shapeless(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     blocks = (_groups_have_blocks if groups else _have_blocks)(a, b, scale_a, scale_b)
-    return not blocks and is_vector(scale_a), not blocks and is_vector(scale_b), blocks
+    if blocks:
+        return False, False, True
+    of_columns = is_vector(scale_b)
+    # A single row's scale beside those of columns is a row's: the kernels of other numbers of rows serve it.
+    return is_vector(scale_a) or (of_columns and _is_of_one_row(a, scale_a)), of_columns, False
+
+
+def _is_of_one_row(a: Any, scale: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(scale, Tensor) and scale.ndim > 0 and sizes.has_one_element(scale)):
+        return False
+    return all(extent == 1 for extent in a.shape[:-1])
 
 
 def _have_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
