@@ -170,7 +170,7 @@ def test_measurements_of_16_bits_count_at_twice_their_k():
                 tile = found.config.threadblock
                 same = replace(found.config, threadblock=replace(tile, k=tile.k // 2)) if tile.k > 64 else None
                 if same in wide:
-                    assert found.microseconds == pytest.approx(wide[same], rel=1e-3)
+                    assert found.microseconds == pytest.approx(wide[same], rel=5e-3)
                     compared += 1
         assert compared > 10
 
