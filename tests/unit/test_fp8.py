@@ -166,8 +166,8 @@ def test_measurements_of_16_bits_count_at_twice_their_k():
             (fastest, *_), same = at[point.problem].measured, point.measured[0]
             assert {c.config.threadblock.k for c in point.measured} <= {64, 128, 256}
             if fastest.config.family.tma and fastest.config.threadblock.k <= 128:
-                # Kernels that INT8 lacks may be the fastest ones.
-                assert same.microseconds == pytest.approx(fastest.microseconds, rel=0.05)
+                # Kernels that INT8 lacks may be the fastest ones. At the same K, times would be half.
+                assert same.microseconds == pytest.approx(fastest.microseconds, rel=0.25)
 
 
 def test_no_device_without_wgmma_serves_them():
