@@ -2,7 +2,7 @@
 
     python benchmarks/bench_sparse.py --out benchmarks/results/sparse_h200.json
     python benchmarks/bench_sparse.py --type e4m3 --epilogues rows --out /tmp/fp8.json
-    python benchmarks/bench_sparse.py --sweep --rows 1 16 64 256 1024 8192 --out /tmp/sweep.json   # races of kernels
+    python benchmarks/bench_sparse.py --sweep --weights 8192x8192 --rows 1024 8192 --out /tmp/sweep.json
 
 The epilogue is none ("plain"), bias + GELU + residual ("gelu"), or scales of a's rows and b's columns ("rows"). Peers:
 ``ours_dense``, this library's GEMM of the pruned weight, with the same epilogue; ``dense``, PyTorch's product of it,
@@ -12,12 +12,14 @@ of rows and columns. torchao is not a part of this repository: put it on PYTHONP
 Each row: {"epilogue", "m", "n", "k", "ours_us", "tb_per_s", "tflops", "peers": {name: us}, "over": {name: their time
 over ours}, "error", "absent": {name: why}, "kernel"}. Bytes are those of A, of the weight with its metadata, and of D.
 "tflops" counts the products of the dense weight. The error is relative, against float64 of the pruned weight. With
---sweep, each row is {"m", "n", "k", "kernels": [[name, us], ...]}, the fastest first.
+--sweep, kernels race instead, those that the model expects to be fastest, and the orders of tiles of the best. Each row
+is {"m", "n", "k", "kernels": [[name, us, order], ...]}, the fastest first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,14 +31,17 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.declare.config import Ordered
-from cutlass_ops.declare.device import Device
+from cutlass_ops.choose import policies, space
+from cutlass_ops.choose.pool import Pool
+from cutlass_ops.compilation import builder
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.legality import is_legal
-from cutlass_ops.kinds.sm90 import sparse as of_sm90
-from cutlass_ops.operand.call import device_of
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.operand.call import call_at, device_of, signature_of
 from cutlass_ops.run import requests
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.sparse import _SPARSE
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.trial import Trial
 
@@ -204,23 +209,43 @@ def run_case(epilogue: str, m: int, n: int, k: int, dtype: torch.dtype, names: l
     }
 
 
-def sweep(epilogue: str, m: int, n: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Race the kernels that may serve a problem."""
-    device: Device = device_of(torch.device("cuda", 0))
-    op, arguments, _ = requested(draw(m, n, k, dtype, epilogue), epilogue)
-    signature, problem = harness.asked(op, arguments, device)
-    of = [c for c in of_sm90.untuned(signature) if c.threadblock.n < 4 * m or c.threadblock.n == 8]
-    specs = {c: signature.spec(c, c.target_on(device.capability)) for c in of}
-    specs = {c: spec for c, spec in specs.items() if is_legal(spec)}
-    loaded = Registry.current().kernels(list(specs.values()))  # compiled in parallel
-    trial, wrong = Trial(signature, problem, torch.device("cuda", 0)), {}
-    for config, kernel in zip(specs, loaded, strict=True):
-        why = trial.admit(Ordered(config, config.usual_order(problem)), kernel)
+@dataclass(frozen=True)
+class Field:
+    """The kernels that race for a problem."""
+
+    epilogue: str
+    signature: OpSignature
+    problem: Problem
+    specs: Mapping[Config, KernelSpec]
+
+
+def field(epilogue: str, m: int, n: int, k: int, dtype: str, most: int) -> Field:
+    """Return the kernels that the model expects to be fastest: of those that calls choose from, and of all."""
+    problem, chosen, device = Problem(m, n, k), EPILOGUES[epilogue], device_of(torch.device("cuda", 0))
+    graph = _SPARSE.graph if chosen is None else _SPARSE.graph.then(chosen.graph)
+    signature = signature_of(call_at(graph, problem, dtype, "row", "col"), device)
+    known = [c for c in policies.policy(signature, device).kernels if not c.few_rows]
+    every = dict.fromkeys((*known, *space.ranked(signature, problem, most, device)))
+    times = Pool.of(every, signature).times([problem], device)[0]
+    fastest = [c for _, c in sorted(zip(times, every, strict=True), key=lambda x: x[0])]
+    # Half are those that calls choose from, whatever the model thinks of the others.
+    mine = [c for c in fastest if c in known][: most // 2]
+    others = [c for c in fastest if c not in mine][: most - len(mine)]
+    return Field(epilogue, signature, problem, {c: device.spec(signature, c) for c in (*mine, *others)})
+
+
+def sweep(of: Field) -> dict[str, Any]:
+    """Race kernels, then the orders of tiles of the fastest."""
+    loaded = Registry.current().kernels(list(of.specs.values()))
+    trial, wrong = Trial(of.signature, of.problem, torch.device("cuda", 0)), {}
+    for config, kernel in zip(of.specs, loaded, strict=True):
+        why = trial.admit(Ordered(config, config.usual_order(of.problem)), kernel)
         if why is not None:
             wrong[config.slug] = why
     measured, _ = trial.race(5, lambda: None)
     kernels = [[x.config.slug, round(x.microseconds, 2), str(x.order)] for x in measured]
-    return {"m": m, "n": n, "k": k, "epilogue": epilogue, "kernels": kernels, "wrong": wrong}
+    m, n, k = of.problem.extents
+    return {"m": m, "n": n, "k": k, "epilogue": of.epilogue, "kernels": kernels, "wrong": wrong}
 
 
 def main() -> None:
@@ -233,22 +258,28 @@ def main() -> None:
     parser.add_argument("--epilogues", nargs="+", choices=EPILOGUES, default=["plain"])
     parser.add_argument("--peers", nargs="*", default=["ours_dense", "dense", "cusparselt", "torchao"])
     parser.add_argument("--sweep", action="store_true", help="race kernels instead")
+    parser.add_argument("--most", type=int, default=24, help="kernels of a race")
     args = parser.parse_args()
     weights = [tuple(map(int, text.split("x"))) for text in args.weights]
-    found, dtype = [], TYPES[args.type]
-    for epilogue in args.epilogues:
-        for n, k in weights:
-            for m in args.rows:
-                if args.sweep:
-                    found.append(sweep(epilogue, m, n, k, dtype))
-                    print(f"{m}x{n}x{k}: {found[-1]['kernels'][:4]}, wrong: {found[-1]['wrong']}", flush=True)
-                else:
-                    row = run_case(epilogue, m, n, k, dtype, args.peers)
-                    found.append(row)
-                    text = f"{row['ours_us']} us, {row['tb_per_s']} TB/s, {row['tflops']} TFLOP/s, {row['over']}"
-                    print(f"{epilogue} {m}x{n}x{k}: {text}", flush=True)
-                about = {"environment": harness.environment(), "type": args.type, "rows": found}
-                args.out.write_text(json.dumps(about, indent=1))
+    cases = [(epilogue, m, *weight) for epilogue in args.epilogues for weight in weights for m in args.rows]
+    jobs: list[Callable[[], dict[str, Any]]]
+    if args.sweep:
+        fields = [field(*case, args.type, args.most) for case in cases]
+        builder.build_many(list(dict.fromkeys(spec for each in fields for spec in each.specs.values())))
+        jobs = [functools.partial(sweep, each) for each in fields]
+    else:
+        jobs = [functools.partial(run_case, *case, TYPES[args.type], args.peers) for case in cases]
+    found: list[dict[str, Any]] = []
+    for (epilogue, m, n, k), job in zip(cases, jobs, strict=True):
+        row = job()
+        found.append(row)
+        if args.sweep:
+            said = f"{row['kernels'][:4]}, wrong: {row['wrong']}"
+        else:
+            said = f"{row['ours_us']} us, {row['tb_per_s']} TB/s, {row['tflops']} TFLOP/s, {row['over']}"
+        print(f"{epilogue} {m}x{n}x{k}: {said}", flush=True)
+        about = {"environment": harness.environment(), "type": args.type, "rows": found}
+        args.out.write_text(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,9 @@ _SUMS_PER_CLOCK = 128
 _USUAL_CLOCKS = 16.0
 _OF_16_COLUMNS, _OF_8_COLUMNS = 1.6, 2.4
 _SHARED_BYTES_PER_CLOCK = 128
+# Of the clocks in which shared memory is written, those that show where it limits the products, as with 2:4 sparse
+# weights: by the first two kernels that were timed (benchmarks/NOTES.md), not fitted.
+_WRITES_SHOWN = 0.25
 
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
@@ -301,14 +304,19 @@ def times(
     of_both = element_bytes, element_bytes * narrow
 
     # One K step of one tile, in microseconds.
+    row_bytes = batch.tile_k * element_bytes
+    rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
+    rows_b = batch.tile_n * narrow * _rows(batch.tile_n, lines[1], of_both[1])
     folds = 2 if sparse else 1  # lines of the dense operand are as many times as long for an instruction
     instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / (folds * WGMMA.k_bytes)
     products = WGMMA.m * batch.wgmma_n * WGMMA.k_bytes / _PRODUCT_BYTES_PER_CLOCK
     operands = (WGMMA.m + folds * batch.wgmma_n) * WGMMA.k_bytes / _SHARED_BYTES_PER_CLOCK
+    if sparse:
+        # Warpgroups side by side each read the rows of the weight.
+        beside = (batch.schedule == SCHEDULES.index("cooperative")) & (batch.wgmma_m % (2 * WGMMA.m) != 0)
+        written = _WRITES_SHOWN * (rows_a + rows_b) * row_bytes / instructions
+        operands = operands + (written + beside * WGMMA.m * WGMMA.k_bytes) / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
-    row_bytes = batch.tile_k * element_bytes
-    rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
-    rows_b = batch.tile_n * narrow * _rows(batch.tile_n, lines[1], of_both[1])
     fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
     # A tile of A is multicast to the blocks of a cluster along N, a tile of B to those along M. Without multicast, a
     # GPC that takes a run of tiles shares reads among several of them.

@@ -18,11 +18,19 @@ from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 _META_BYTES = 512  # of a block of 64 rows and 64 along K
 _TILES_K = (64, 128, 256)  # whole blocks of metadata; a box of TMA has at most 256 elements
 _STAGE_BYTES = 56 * 1024  # so that there are four stages
-# Accumulators of a thread. Beside metadata of two steps, more of them spill (nvcc 13.0, 128x208x64 pingpong).
+# Accumulators of a thread. Beside metadata of two steps, more of them spill, or ptxas waits after each instruction
+# without a word (nvcc 13.0, 128x208x64 pingpong and 256x208x64 cooperative).
 _MOST_ACCUMULATORS = 192
 _TILES: dict[Schedule, tuple[tuple[int, int], ...]] = {
-    "pingpong": ((64, 64), (64, 128), (64, 192), (64, 256), (128, 64), (128, 96), (128, 128), (128, 192)),
-    "cooperative": ((128, 128), (128, 192), (128, 256), (256, 64), (256, 96), (256, 128), (256, 192)),
+    "pingpong": (
+        *((64, n) for n in (64, 128, 192, 256)),
+        *((128, n) for n in (64, 96, 128, 160, 176, 184, 192)),
+        *((192, n) for n in (96, 128)),
+    ),
+    "cooperative": (
+        *((128, n) for n in (128, 160, 192, 224, 256)),
+        *((256, n) for n in (64, 96, 128, 144, 160, 176, 184, 192)),
+    ),
 }
 
 
