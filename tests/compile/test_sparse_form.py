@@ -1,21 +1,29 @@
-"""Kernels of sparse weights, without a GPU: the order of metadata, and the names of sparse instructions.
+"""Kernels of sparse weights, without a GPU: the order of metadata, and sparse instructions, which overlap.
 
 CuTe's traits of sparse ``wgmma`` say what each thread gives to the instruction.
 """
 
 from __future__ import annotations
 
+import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cutlass_ops.base import arch
+from cutlass_ops.base import arch, elf, sass
 from cutlass_ops.base.sass import count_opcodes
+from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.compilation.compiler import compile_kernel
 from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.declare.config import ThreadblockShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.legality import is_legal
+from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.operand import sparsity
+from cutlass_ops.run import sparse as of_sparse
 from tests.compile import host
 
 pytestmark = pytest.mark.compile
@@ -90,3 +98,31 @@ def test_sparse_instructions_are_counted_by_themselves(tmp_path: Path) -> None:
         **dict.fromkeys(("HGMMA", "IGMMA", "QGMMA"), 1),
         **dict.fromkeys(("HGMMA.SP", "IGMMA.SP", "QGMMA.SP"), 1),
     }
+
+
+def _sparse(m: int, n: int, k: int, schedule: Any, a: str) -> KernelSpec:
+    config = Sm90Config(ThreadblockShape(m, n, k), schedule=schedule, swap_ab=True)
+    b = f"{a}s.col.blocks64x64"
+    return KernelSpec(a=f"{a}.row", b=b, d="bf16.row", epilogue=of_sparse._SPARSE, config=config, target="sm_90a")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [_sparse(192, 128, 64, "pingpong", "bf16"), _sparse(256, 184, 128, "cooperative", "e4m3")],
+    ids=lambda spec: spec.config.slug,
+)
+def test_instructions_of_the_largest_tiles_overlap(spec: KernelSpec) -> None:
+    """Where registers are short, ptxas has each instruction wait for the one before, and does not say so.
+
+    Then each is a group of its own, which its bits 84 to 86 say. Otherwise only the last one of a step names a group.
+    """
+    assert is_legal(spec)
+    artifact = build_artifact(spec)
+    groups = [
+        (high >> 20) & 7
+        for code in elf.gpu_code(artifact.read_library())
+        for low, high in struct.iter_unpack("<QQ", code)
+        if low & 0x1FF in sass.SPARSE
+    ]
+    ends, steps = sum(group == 0 for group in groups), 4  # the loop's two, and one before it and one after it
+    assert ends == steps < len(groups)

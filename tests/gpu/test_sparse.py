@@ -82,11 +82,12 @@ KERNELS = {
     "coop-fp16": _spec(_sm90(128, 128, 128, "cooperative"), "f16"),
     "pp-fp16": _spec(_sm90(128, 128, 64, "pingpong", (2, 1)), "f16"),
     "e4m3-coop": _spec(_sm90(128, 256, 128, "cooperative", (2, 1)), "e4m3"),
-    "e4m3-pp": _spec(_sm90(128, 192, 256, "pingpong"), "e4m3"),
+    "e4m3-pp": _spec(_sm90(128, 160, 256, "pingpong"), "e4m3"),
+    "e4m3-256x184": _spec(_sm90(256, 184, 128, "cooperative", (2, 1)), "e4m3"),
     "e4m3-ws": _spec(_sm90(64, 16, 256, "warp_specialized", resident=2), "e4m3"),
     "e4m3-split": _spec(_sm90(128, 16, 256, "warp_specialized", split_k=2), "e4m3"),
     "i8-coop": _spec(_sm90(128, 128, 128, "cooperative"), "i8", d="i32"),
-    "i8-pp": _spec(_sm90(128, 192, 256, "pingpong", (2, 1)), "i8", d="i32"),
+    "i8-pp": _spec(_sm90(128, 160, 256, "pingpong", (2, 1)), "i8", d="i32"),
     "i8-ws": _spec(_sm90(64, 16, 256, "warp_specialized", resident=2), "i8", d="i32"),
 }
 FINISHED = {
