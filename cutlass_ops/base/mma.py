@@ -19,8 +19,8 @@ from cutlass_ops.base.dtypes import (
     DType,
     bf16,
     bf16s,
-    e4m3,
     e4m3s,
+    e5m2s,
     f16,
     f16s,
     f32,
@@ -208,7 +208,7 @@ MMAS: tuple[MmaSpec, ...] = (
         for a, b, sums, result, opcode, rate, error in (
             (bf16, bf16s, f32, bf16, "HGMMA.SP", 2.0, 1e-4),
             (f16, f16s, f32, f16, "HGMMA.SP", 2.0, 1e-4),
-            (e4m3, e4m3s, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9),
+            *((a, b, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9) for a in FP8 for b in (e4m3s, e5m2s)),
             (i8, i8s, i32, bf16, "IGMMA.SP", 4.0, 2.0**-9),
         )
     ),

@@ -127,7 +127,7 @@ class Packed(OwnWeight):
     def parts(self) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         return self.values, self.scale
 
-    def before(self, a: Any, scale_a: Any) -> Epilogue:  # noqa: D102
+    def before(self, a: Any, scale_a: Any, scale_b: Any = None) -> Epilogue:  # noqa: D102
         if scale_a is not None:
             raise TypeError("a has a scale, and b is packed: pass a in FP16 or BF16, without a scale")
         given: tuple[tuple[str, Any], ...] = (("b", self.values), ("scale_b", self.scale))

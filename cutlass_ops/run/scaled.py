@@ -208,6 +208,13 @@ def scaling(scales: Scales | Epilogue) -> Epilogue:
 
 
 @functools.lru_cache(maxsize=1024)
+def after(before: Epilogue, scales: Scales) -> Epilogue:
+    """Return the epilogue of two scales after another one, which takes what a weight in a form of its own needs."""
+    scaled = scaling(scales)
+    return Epilogue(before.name, f"{before.doc} Then scales.", before.graph.then(scaled.graph))
+
+
+@functools.lru_cache(maxsize=1024)
 def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     """Return the epilogue of scales, with another one after it. Raises ValueError if that cannot follow."""
     scaled, name, graph = scaling(scales), epilogue.name, epilogue.graph

@@ -50,12 +50,12 @@ def _sm90(m: int, n: int, k: int, schedule: Any, cluster: tuple[int, int] = (1, 
     return co.Sm90Config(shape, co.ClusterShape(*cluster), schedule=schedule, swap_ab=True, **others)
 
 
-def _spec(config: Any, a: str = "bf16", epilogue: Any = None, d: str = "f32") -> KernelSpec:
+def _spec(config: Any, a: str = "bf16", epilogue: Any = None, d: str = "f32", b: str | None = None) -> KernelSpec:
     graph = of_sparse._SPARSE.graph
     graph = graph if epilogue is None else graph.then(epilogue.graph)
     return KernelSpec(
         a=f"{a}.row",
-        b=f"{a}s.col.blocks64x64",
+        b=f"{b or a}s.col.blocks64x64",
         d=f"{d}.row",
         epilogue=Epilogue("sparse", "A sparse weight's product.", graph),
         config=config,
@@ -86,6 +86,8 @@ KERNELS = {
     "e4m3-256x184": _spec(_sm90(256, 184, 128, "cooperative", (2, 1)), "e4m3"),
     "e4m3-ws": _spec(_sm90(64, 16, 256, "warp_specialized", resident=2), "e4m3"),
     "e4m3-split": _spec(_sm90(128, 16, 256, "warp_specialized", split_k=2), "e4m3"),
+    "e5m2-coop": _spec(_sm90(128, 128, 128, "cooperative"), "e5m2"),
+    "e4m3-e5m2": _spec(_sm90(64, 128, 128, "pingpong"), "e4m3", b="e5m2"),
     "i8-coop": _spec(_sm90(128, 128, 128, "cooperative"), "i8", d="i32"),
     "i8-pp": _spec(_sm90(128, 160, 256, "pingpong", (2, 1)), "i8", d="i32"),
     "i8-ws": _spec(_sm90(64, 16, 256, "warp_specialized", resident=2), "i8", d="i32"),
@@ -110,9 +112,8 @@ def _whole(*shape: int, dtype: torch.dtype, most: int = 3) -> Tensor:
     return torch.randint(-most, most + 1, shape, device="cuda").to(dtype)
 
 
-def _type(spec: KernelSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.a.dtype.torch_name)
-    return found
+def _types(spec: KernelSpec) -> tuple[torch.dtype, torch.dtype]:
+    return getattr(torch, spec.a.dtype.torch_name), getattr(torch, spec.b.dtype.torch_name)
 
 
 def _weight(n: int, k: int, dtype: torch.dtype) -> co.Sparse:
@@ -141,8 +142,8 @@ def test_declarations_are_legal() -> None:
 def test_sums_that_are_exact_have_every_bit(name: str, shape: tuple[int, int, int]) -> None:
     """Small whole numbers: any wrong element, place or metadata changes a result. Of INT8, all numbers."""
     spec, (m, n, k) = KERNELS[name], shape
-    dtype = _type(spec)
-    weight = _weight(n, k, dtype)
+    dtype, of_weight = _types(spec)
+    weight = _weight(n, k, of_weight)
     x = _whole(m, k, dtype=dtype)
     if dtype is torch.int8:
         weight, x = co.sparsify(_whole(k, n, dtype=dtype, most=127)), _whole(m, k, dtype=dtype, most=127)
@@ -156,8 +157,8 @@ def test_sums_that_are_exact_have_every_bit(name: str, shape: tuple[int, int, in
 def test_one_element_at_a_time(name: str) -> None:
     """A is one-hot: each row of D is a row of the weight."""
     spec, n, k = KERNELS[name], 136, 160
-    dtype = _type(spec)
-    weight = _weight(n, k, dtype)
+    dtype, of_weight = _types(spec)
+    weight = _weight(n, k, of_weight)
     x = torch.eye(k, device="cuda").to(dtype)
     d = _poisoned(k, n, getattr(torch, spec.d.dtype.torch_name))
     co.build(spec)(x, weight.values, weight.meta, out=d)
@@ -168,8 +169,8 @@ def test_one_element_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, spec in KERNELS.items() if spec.a.dtype.bits == 16])
 def test_errors_are_those_of_sums_in_fp32(name: str, shape: tuple[int, int, int]) -> None:
     spec, (m, n, k) = KERNELS[name], shape
-    weight = _normal(n, k, _type(spec))
-    x = torch.randn(m, k, device="cuda").to(_type(spec))
+    weight = _normal(n, k, _types(spec)[1])
+    x = torch.randn(m, k, device="cuda").to(_types(spec)[0])
     d = _poisoned(m, n, torch.float32)
     co.build(spec)(x, weight.values, weight.meta, out=d)
     wanted = x.double() @ weight.to_dense().double()
@@ -229,6 +230,15 @@ def test_scales_of_fp8() -> None:
     found = co.gemm(a, weight, epilogue=scaled, scale_x=of_x, scale_w=of_w)
     wanted = a.double() @ weight.to_dense().double() * of_x.double()[:, None] * of_w.double()
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=1e-2 * wanted.std().item())
+
+
+@pytest.mark.parametrize("m", [1, 16, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_scales_as_those_of_dense_operands(m: int, dtype: torch.dtype) -> None:
+    x, weight = _whole(m, 512, dtype=dtype), _weight(272, 512, dtype)
+    of_x, of_w = (2.0 ** torch.randint(-3, 3, (n,), device="cuda") for n in (m, 272))
+    found = co.gemm(co.Scaled(x, of_x), co.Scaled(weight, of_w), out_dtype=torch.float32)
+    assert torch.equal(found.double(), x.double() @ weight.to_dense().double() * of_x.double()[:, None] * of_w.double())
 
 
 def test_infinities_beside_what_is_pruned_do_not_reach_sums() -> None:

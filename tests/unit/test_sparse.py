@@ -27,7 +27,7 @@ from cutlass_ops.run import sparse as of_sparse
 from cutlass_ops.tuner import trial
 from tests.unit.signatures import H200
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
+DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 @co.epilogue
@@ -77,7 +77,7 @@ def test_a_mask_decides() -> None:
     assert torch.equal(co.sparsify(w, mask).to_dense(), w * mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_a_negative_zero_is_no_value(dtype: torch.dtype) -> None:
     w = torch.tensor([-0.0, 1.0, -0.0, 2.0] * 8)[:, None].repeat(1, 3).to(dtype)
     sparse = co.Sparse.from_dense(w)
@@ -169,6 +169,40 @@ def test_scales_are_inputs_of_an_epilogue() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale_b", ["columns", "line", "number", "tensor", "one"])
+@pytest.mark.parametrize("scale_a", ["rows", "number", "one"])
+def test_scales_as_those_of_dense_operands(scale_a: str, scale_b: str) -> None:
+    x, w = _weight(128, 4, torch.float8_e5m2), _weight(32, 128, torch.float8_e4m3fn)
+    of_a = {"rows": torch.rand(4), "number": 0.5, "one": torch.tensor([0.5])}[scale_a]
+    columns = torch.rand(32)
+    of_b: Any = {
+        "columns": columns,
+        "line": columns[None],
+        "number": 2.0,
+        "tensor": torch.tensor(2.0),
+        "one": torch.tensor([2.0]),
+    }[scale_b]
+    weight, bias = co.Scaled(co.sparsify(w), of_b), torch.randn(32).bfloat16()
+    found = co.gemm(co.Scaled(x, of_a), weight, epilogue=bias_silu, bias=bias, out_dtype=torch.float32)
+    scales = torch.as_tensor(of_a).reshape(-1, 1).double() * torch.as_tensor(of_b).double()
+    wanted = torch.nn.functional.silu(x.double() @ _pruned(w) * scales + bias.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    dense = co.gemm(co.Scaled(x, of_a), co.Scaled(_pruned(w).to(w.dtype).t().contiguous().t(), of_b))
+    assert torch.equal(co.gemm(co.Scaled(x, of_a), weight), dense)
+
+
+def test_a_scaled_weight_is_exported() -> None:
+    x = co.Scaled(_weight(128, 4, torch.int8), torch.rand(4))
+    weight = co.Scaled(co.sparsify(_weight(32, 128, torch.int8)), torch.rand(32))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: co.Scaled, weight: co.Scaled) -> Tensor:
+            return co.gemm(x, weight)
+
+    program = torch.export.export(Layer(), (x, weight))
+    assert torch.equal(program.module()(x, weight), co.gemm(x, weight))
+
+
 def test_compiled_and_exported() -> None:
     sparse, x = co.sparsify(_weight(48, 64)), torch.randn(4, 64).bfloat16()
 
@@ -216,7 +250,7 @@ def test_the_tuner_draws_sparse_weights(dtype: str, monkeypatch: pytest.MonkeyPa
 # ---- Kernels that serve ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3", "i8"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3", "e5m2", "i8"])
 @pytest.mark.parametrize("m", [1, 16, 64, 300, 1024, 8192])
 def test_a_kernel_is_chosen_for_any_rows(m: int, dtype: str) -> None:
     signature = signature_of(call_at(of_sparse._SPARSE.graph, Problem(m, 4096, 4096), dtype, "row", "col"), H200)
@@ -270,7 +304,14 @@ def test_bad_calls_are_named() -> None:
     good, x = co.sparsify(_weight(48, 128)), torch.randn(4, 128)
     _refused("a is torch.float32", TypeError, co.gemm, x, good)
     _refused("sparse in torch.bfloat16", TypeError, co.gemm, x.half(), good)
-    _refused("a has a scale", TypeError, co.gemm, co.Scaled(x.bfloat16(), 1.0), good)
+    one = co.Scaled(x.bfloat16(), 1.0)
+    _refused(r"has none: pass cutlass_ops\.Scaled\(b", TypeError, co.gemm, one, good)
+    _refused("scale_a is missing", TypeError, co.gemm, x.bfloat16(), co.Scaled(good, 1.0))
+    _refused(r"Packed, which has scales", TypeError, co.gemm, one, co.Scaled(co.Packed.from_dense(_weight(48, 128)), 1))
+    blocks = co.Scaled.quantize(torch.randn(4, 256))
+    eight = co.sparsify(_weight(48, 256, torch.float8_e4m3fn))
+    _refused("block=None", ValueError, co.gemm, blocks, co.Scaled(eight, 1.0))
+    _refused("block=None", ValueError, co.gemm, co.Scaled(blocks.values, 1.0), co.Scaled(eight, torch.rand(2, 48)))
     _refused("K", ValueError, co.gemm, x.bfloat16()[:, :64], good)
     _refused("math", TypeError, co.gemm, x.bfloat16(), good, math="tf32")
     ends = torch.tensor([2, 4], dtype=torch.int32)

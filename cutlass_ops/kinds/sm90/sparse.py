@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cutlass_ops.base.dtypes import SPARSE, DType, i32
+from cutlass_ops.base.dtypes import SPARSE, STORED_OF, DType, i32
 from cutlass_ops.base.mma import META_BLOCK, mma_of, sums_of
 from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
@@ -61,9 +61,9 @@ def rule(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     accumulators, metadata = _registers(config)
     if accumulators + metadata > _MOST_REGISTERS:
         yield Broken(
-            f"{what}, and threadblock {tile} with schedule {config.schedule!r} takes {accumulators} accumulator registers "
-            f"a thread and {metadata} for metadata of two steps: with more than {_MOST_REGISTERS} in all, no two "
-            "instructions overlap",
+            f"{what}, and threadblock {tile} with schedule {config.schedule!r} takes {accumulators} accumulator "
+            f"registers a thread and {metadata} for metadata of two steps: with more than {_MOST_REGISTERS} in all, "
+            "no two instructions overlap",
             ({"schedule": "cooperative"}, *({"threadblock.k": k} for k in known if k < tile.k)),
             "use a smaller tile",
         )
@@ -121,7 +121,8 @@ def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
 def instruction(spec: KernelSpec, config: Sm90Config) -> str:
     """Spell the instruction of the one N that a warpgroup has."""
     n = config.threadblock.n // (2 if config.side_by_side else 1)
-    mma = mma_of(spec.a.dtype, spec.a.dtype)
+    stored = STORED_OF[spec.b.dtype]
+    mma = mma_of(stored, spec.a.dtype)  # the weight is the instruction's first operand
     assert mma is not None
     k, types = mma.wgmma_types[1:].split(".", 1)
     integers, in_16_bits = mma.accumulator is i32, spec.a.dtype.bits == 16
@@ -129,6 +130,6 @@ def instruction(spec: KernelSpec, config: Sm90Config) -> str:
     rest = "" if integers else ", 1, 1, 0, 0" if in_16_bits else ", 1, 1"
     places = ", ".join(str(n // 2 + i) for i in range(5))
     return (
-        f"CUTLASS_OPS_SPARSE_WGMMA({n}, {places}, {spec.a.dtype.cpp}, {'int32_t' if integers else 'float'}, "
+        f"CUTLASS_OPS_SPARSE_WGMMA({n}, {places}, {stored.cpp}, {'int32_t' if integers else 'float'}, "
         f'{registers}, "k{2 * int(k)}.{types}", "{rest}")'
     )
