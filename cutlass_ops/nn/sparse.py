@@ -19,8 +19,9 @@ from cutlass_ops.run.sparse import Sparse
 class SparseLinear(Activated, torch.nn.Module):
     """activation(x @ weight + bias) + residual, of a weight with two of each four elements along K, in one kernel.
 
-    The weight is frozen, and no gradient passes through the layer. Its tensors are buffers: they are moved and saved
-    with the module. A state dict also has a tensor ``form``, which loading compares with the layer's own.
+    Gradients pass through the layer. By default its own tensors are buffers, and so frozen: they are moved and saved
+    with the module. With `trained`, stored elements and bias are parameters, which keep their places: the layer is
+    trained with a fixed mask. A state dict also has a tensor ``form``, which loading compares with the layer's own.
 
     Parameters
     ----------
@@ -33,6 +34,8 @@ class SparseLinear(Activated, torch.nn.Module):
     epilogue : Epilogue, optional
         In place of an activation: D = epilogue(x @ weight + bias) + residual. Its inputs are passed to the call by
         name. It has D as its only output.
+    trained : bool
+        Whether the stored elements and the bias are parameters. The weight is then in BF16 or FP16.
 
     Attributes
     ----------
@@ -67,6 +70,7 @@ class SparseLinear(Activated, torch.nn.Module):
         *,
         activation: str | None = None,
         epilogue: Epilogue | None = None,
+        trained: bool = False,
     ) -> None:
         if not isinstance(sparse, Sparse):
             raise TypeError(f"sparse must be a cutlass_ops.Sparse, not {type(sparse).__name__}")
@@ -76,9 +80,15 @@ class SparseLinear(Activated, torch.nn.Module):
         super().__init__()
         self._set_activation(activation)
         self._epilogue, self._ops, self._dtype = epilogue, ops, sparse.dtype
-        for name, tensor in sparse.tensors().items():
-            self.register_buffer(name, tensor)
-        self.register_buffer("bias", bias)
+        if trained and sparse.dtype.itemsize == 1:
+            raise TypeError(
+                f"trained is True, and sparse is in {sparse.dtype}, which has no gradients: use BF16 or FP16"
+            )
+        for name, tensor in {**sparse.tensors(), "bias": bias}.items():
+            if trained and tensor is not None and name in ("values", "bias"):
+                self.register_parameter(name, torch.nn.Parameter(tensor))
+            else:
+                self.register_buffer(name, tensor)
 
     @property
     def sparse(self) -> Sparse:

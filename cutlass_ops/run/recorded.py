@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.tensors import require_tensor
 from cutlass_ops.run import casting, gathering, grouped_backward, little, portable, traced
@@ -99,6 +100,11 @@ def _recorder_of(
     places = tuple(places)
     kind = places, wrt, a.dtype, out_dtype, recompute
     found: OpRecorder | None = called.recorders.get(kind)
+    if found is None and any(i.kind is Kind.META_B for i in called.graph.inputs):
+        from cutlass_ops.run.sparse_backward import SparseRecorder  # late: few programs train with a sparse weight
+
+        found = SparseRecorder(called, names, places, wrt, out_dtype, a.dtype, store=not recompute)
+        called.recorders[kind] = found
     if found is None:
         forward = Forward.of(called, wrt, a.dtype, store=not recompute)
         by_pytorch = little.plain(called, out_dtype, a)

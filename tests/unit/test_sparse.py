@@ -225,10 +225,62 @@ def test_saved_and_loaded() -> None:
     assert torch.equal(loaded.to_dense(), sparse.to_dense())
 
 
-def test_gradients_are_refused() -> None:
-    sparse, x = co.sparsify(_weight(48, 64)), torch.randn(4, 64).bfloat16().requires_grad_()
+@co.epilogue
+def trained(acc: co.types.Value, bias: co.Row, alpha: co.Scalar, residual: co.Tile) -> co.types.Value:
+    """gelu(alpha acc + bias) + residual."""
+    return co.e.gelu(acc * alpha + bias) + residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_those_of_the_pruned_weight(dtype: torch.dtype) -> None:
+    """Those of stored elements are the weight's where the mask is. Later steps run what the first ones recorded."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    sparse = co.sparsify(normal(64, 48))
+    weight = sparse.to_dense()
+    mask = weight != 0
+    for step in range(4):
+        x, bias, residual = (each.requires_grad_() for each in (normal(2, 5, 64), normal(48), normal(2, 5, 48)))
+        values = sparse.values.detach().requires_grad_(step != 2)
+        given = {"bias": bias, "residual": residual, "alpha": 0.5}
+        d = co.gemm(x, co.Sparse(values, sparse.meta), epilogue=trained, **given)
+        exact = [each.detach().double().requires_grad_() for each in (x, bias, residual, weight)]
+        wanted = torch.nn.functional.gelu(exact[0] @ exact[3] * 0.5 + exact[1]) + exact[2]
+        of_d = normal(2, 5, 48)
+        d.backward(of_d)
+        wanted.backward(of_d.double())
+        found = [x.grad, bias.grad, residual.grad]
+        if step != 2:
+            assert values.grad is not None
+            # A group's two places name elements that the mask keeps, in this weight without zeros.
+            found.append(co.Sparse(values.grad.t().contiguous().t(), sparse.meta).to_dense())
+        for ours, theirs in zip(found, exact, strict=False):
+            assert ours is not None
+            assert theirs.grad is not None
+            whole = theirs.grad * mask if theirs is exact[3] else theirs.grad
+            assert (ours.double() - whole).norm() <= 0.01 * whole.norm()
+
+
+def test_training_keeps_the_mask() -> None:
+    """An element that is 0 now keeps its place: the next step may change it."""
+    w = torch.zeros(32, 8).bfloat16()
+    w[0] = 1.0
+    mask = (torch.arange(32) % 4 % 3 == 0)[:, None].expand(32, 8)
+    sparse = co.sparsify(w, mask)
+    values = sparse.values.detach().requires_grad_()
+    optimizer = torch.optim.SGD([values], lr=1.0)
+    co.gemm(torch.ones(4, 32).bfloat16(), co.Sparse(values, sparse.meta)).sum().backward()
+    optimizer.step()
+    assert torch.equal(co.Sparse(values.detach(), sparse.meta).to_dense(), w - 4 * mask)
+
+
+def test_gradients_of_8_bits_are_refused() -> None:
+    sparse, x = co.sparsify(_weight(48, 64, torch.int8)), _weight(64, 4, torch.int8)
     with pytest.raises(ValueError, match="no gradient"):
-        co.gemm(x, sparse)
+        co.gemm(x, sparse, epilogue=bias_silu, bias=torch.ones(48, requires_grad=True))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3", "i8"])
@@ -357,6 +409,36 @@ def test_a_layer_is_saved_and_loaded() -> None:
     other = {**first.state_dict(), "form": torch.tensor([2])}
     with pytest.raises(RuntimeError, match="form is"):
         second.load_state_dict(other)
+
+
+def test_a_layer_is_trained() -> None:
+    """The places stay, and the loss falls. Without `trained`, only x has a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 48, generator=generator).bfloat16()
+    frozen, layer = (
+        co.nn.SparseLinear(co.sparsify(weight), torch.zeros(48).bfloat16(), activation="gelu", trained=trained)
+        for trained in (False, True)
+    )
+    assert list(frozen.parameters()) == []
+    assert [name for name, _ in layer.named_parameters()] == ["values", "bias"]
+    x, wanted = (torch.randn(32, n, generator=generator).bfloat16() for n in (64, 48))
+    meta, losses = layer.meta.clone(), []
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    for _ in range(20):
+        loss = (layer(x) - wanted).float().square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(layer.meta, meta)
+    frozen.load_state_dict(layer.state_dict())
+    assert torch.equal(frozen(x), layer(x))
+    x.requires_grad_()
+    frozen(x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(TypeError, match="no gradients"):
+        co.nn.SparseLinear(co.sparsify(_weight(48, 64, torch.int8)), trained=True)
 
 
 def test_a_layer_is_not_converted() -> None:
