@@ -116,6 +116,12 @@ def stored(w: Tensor, meta: Tensor, itemsize: int) -> Tensor:
     return _grouped(w).gather(-1, torch.stack((bits & 3, bits >> 2), -1)).flatten(1)
 
 
+def updated(w: Tensor, meta: Tensor) -> Tensor:
+    """Return the stored elements (N, K / 2) of a weight (N, K) at the places that metadata name. -0 becomes +0."""
+    as_bits = w.contiguous().view(torch.int16 if w.itemsize == 2 else torch.uint8)
+    return stored(torch.where(w.float() != 0, as_bits, 0), meta, w.itemsize).view(w.dtype)
+
+
 def dense(values: Tensor, meta: Tensor) -> Tensor:
     """Return the weight (N, K) of stored elements (N, K / 2) and their metadata."""
     n, k = values.shape[0], 2 * values.shape[1]

@@ -158,6 +158,61 @@ class Sparse(OwnWeight):
         """
         return sparsity.dense(self.values.t(), self.meta).t()
 
+    @torch.no_grad()
+    def update_(self, w: Tensor, *, prune: bool = False) -> Sparse:
+        """Take the elements of a weight in place, as after a step of an optimiser that changes a dense weight.
+
+        It is one kernel, about as fast as a copy, and a CUDA graph may capture it. The kernel is compiled at the first
+        call, and PyTorch serves until it is there. Programs of ``torch.compile`` and ``torch.export`` do not contain
+        it: call it between them.
+
+        Parameters
+        ----------
+        w : Tensor
+            (K, N), in this weight's dtype and on its device, contiguous along K: ``weight.t()`` of a linear layer. Its
+            lines begin at multiples of 16 bytes.
+        prune : bool
+            Whether the two of largest magnitude in each group are kept from now on, as by :func:`sparsify`. By default,
+            elements at the stored places are taken, whatever the others are.
+
+        Returns
+        -------
+        Sparse
+            This weight.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If w does not fit. The message says what to do.
+        CompileError, ToolchainError, StoreError, LoadError
+            If the kernel cannot be compiled, stored or loaded, and PyTorch may not serve (``CUTLASS_OPS_STAND_IN=0``).
+
+        Examples
+        --------
+        >>> w = torch.tensor([1.0, -3.0, 2.0, 0.5] * 8)[:, None].repeat(1, 4).bfloat16()
+        >>> sparse = co.sparsify(w)
+        >>> sparse.update_(1 / w).to_dense()[:4, 0].tolist()
+        [0.0, -0.333984375, 0.5, 0.0]
+        >>> sparse.update_(1 / w, prune=True).to_dense()[:4, 0].tolist()
+        [1.0, 0.0, 0.0, 2.0]
+        """
+        from cutlass_ops.run import compressing  # late: few programs change a weight
+
+        _require_matrix("w", w, (self.dtype,))
+        if w.shape != self.shape or w.device != self.device:
+            raise ValueError(
+                f"w has shape {tuple(w.shape)} on {w.device}, and this weight {tuple(self.shape)} on {self.device}: "
+                "they must be the same"
+            )
+        line = w.stride(1) * w.itemsize if w.shape[1] > 1 else 0
+        if w.stride(0) != 1 or line % 16 or w.data_ptr() % 16:
+            raise ValueError(
+                f"w has strides {w.stride()}: lines must be contiguous along K, and begin at multiples of 16 bytes: "
+                "pass w.t().contiguous().t()"
+            )
+        compressing.compress(w.t(), self.values.t(), self.meta, prune=prune)
+        return self
+
     # ---- In files ----
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:

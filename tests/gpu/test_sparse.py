@@ -13,14 +13,20 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.base import dtypes
+from cutlass_ops.base.dtypes import dtype as named
 from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.kinds.legality import is_legal
 from cutlass_ops.operand import sparsity
 from cutlass_ops.run import sparse as of_sparse
+from cutlass_ops.run.registry import Registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 @co.epilogue
@@ -61,6 +67,11 @@ def _spec(config: Any, a: str = "bf16", epilogue: Any = None, d: str = "f32", b:
         config=config,
         target="sm_90a",
     )
+
+
+@co.epilogue
+def activated(acc, bias: co.Row):
+    return co.e.silu(acc + bias)
 
 
 KERNELS = {
@@ -106,6 +117,12 @@ SHAPES = [(1, 64, 128), (7, 144, 416), (130, 528, 1024), (257, 1040, 512), (33, 
 def _built() -> None:
     if torch.cuda.is_available():
         build_many([*KERNELS.values(), *FINISHED.values()])
+
+
+def _with_kernel(weight: co.Sparse, prune: bool) -> None:
+    """Compile and load the kernel of an update, which PyTorch would compute meanwhile."""
+    spec = CompressSpec(named(str(weight.dtype), dtypes.DECLARED), prune, "sm_90")
+    Registry.current().kernel(spec)
 
 
 def _whole(*shape: int, dtype: torch.dtype, most: int = 3) -> Tensor:
@@ -239,6 +256,58 @@ def test_scales_as_those_of_dense_operands(m: int, dtype: torch.dtype) -> None:
     of_x, of_w = (2.0 ** torch.randint(-3, 3, (n,), device="cuda") for n in (m, 272))
     found = co.gemm(co.Scaled(x, of_x), co.Scaled(weight, of_w), out_dtype=torch.float32)
     assert torch.equal(found.double(), x.double() @ weight.to_dense().double() * of_x.double()[:, None] * of_w.double())
+
+
+@pytest.mark.parametrize("m", [5, 300])
+def test_gradients_with_a_kernel(m: int) -> None:
+    """Those of the dense weight, where the mask is: of x, of stored elements and of a bias."""
+    weight = _normal(272, 512)
+    for _ in range(3):
+        x = torch.randn(m, 512, device="cuda").bfloat16().requires_grad_()
+        bias = torch.randn(272, device="cuda").bfloat16().requires_grad_()
+        values = weight.values.detach().requires_grad_()
+        d = co.gemm(x, co.Sparse(values, weight.meta), epilogue=activated, bias=bias)
+        of_d = torch.randn_like(d)
+        d.backward(of_d)
+        exact = [each.detach().double().requires_grad_() for each in (x, bias, weight.to_dense())]
+        torch.nn.functional.silu(exact[0] @ exact[2] + exact[1]).backward(of_d.double())
+        assert values.grad is not None
+        of_w = co.Sparse(values.grad.t().contiguous().t(), weight.meta).to_dense()
+        mask = co.Sparse(torch.ones_like(weight.values), weight.meta).to_dense()
+        for ours, theirs in ((x.grad, exact[0].grad), (bias.grad, exact[1].grad), (of_w, exact[2].grad * mask)):
+            assert ours is not None
+            assert (ours.double() - theirs).norm() <= 0.01 * theirs.norm()
+
+
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+def test_updates_have_the_bits_of_the_cpu(dtype: torch.dtype, prune: bool) -> None:
+    for n, k in ((130, 224), (64, 128), (1, 32), (1040, 4096)):
+        before, after = ((torch.randn(n, k) * 9).to(dtype) for _ in range(2))
+        after[:, ::5] = 0
+        wanted, found = co.sparsify(before.t()), co.sparsify(before.cuda().t())
+        _with_kernel(found, prune)
+        wanted.update_(after.t(), prune=prune)
+        found.update_(after.cuda().t(), prune=prune)
+        for ours, theirs in ((found.values.t(), wanted.values.t()), (found.meta, wanted.meta)):
+            assert torch.equal(ours.cpu().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def test_an_update_is_captured() -> None:
+    """An optimiser's step, the update and a product with the weight, in one graph."""
+    w = _whole(1024, 1024, dtype=torch.bfloat16)
+    weight, x = co.sparsify(w.t()), _whole(4, 1024, dtype=torch.bfloat16)
+    _with_kernel(weight, True)
+    out = _poisoned(4, 1024, torch.float32)
+    co.gemm(x, weight, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        w.add_(1)
+        weight.update_(w.t(), prune=True)
+        co.gemm(x, weight, out=out)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out.double(), x.double() @ co.sparsify(w.t()).to_dense().double())
 
 
 def test_infinities_beside_what_is_pruned_do_not_reach_sums() -> None:

@@ -136,6 +136,20 @@ def test_rows_of_a_block_are_a_weight_of_their_own() -> None:
     assert torch.equal(part.to_dense(), sparse.to_dense()[:, 64:128])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("prune", [False, True])
+def test_a_weight_is_updated_in_place(dtype: torch.dtype, prune: bool) -> None:
+    before, after = (_weight(130, 224, dtype, seed).t().contiguous().t() for seed in (0, 1))
+    sparse = co.sparsify(before)
+    at = sparse.values.data_ptr(), sparse.meta.data_ptr(), sparse.values._version
+    places = co.Sparse(torch.ones_like(sparse.values), sparse.meta).to_dense().double()
+    assert sparse.update_(after, prune=prune) is sparse
+    assert (sparse.values.data_ptr(), sparse.meta.data_ptr()) == at[:2]
+    assert sparse.values._version > at[2]  # autograd refuses a backward that saved the former ones
+    assert torch.equal(sparse.to_dense().double(), _pruned(after) if prune else after.double() * places)
+    assert not sparse.to_dense().float().signbit().logical_and(sparse.to_dense().float() == 0).any()
+
+
 # ---- Calls on the CPU ------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +382,14 @@ def test_bad_calls_are_named() -> None:
     _refused("math", TypeError, co.gemm, x.bfloat16(), good, math="tf32")
     ends = torch.tensor([2, 4], dtype=torch.int32)
     _refused("sparse|groups", (TypeError, ValueError), co.gemm, x.bfloat16(), good, groups=co.Groups(ends))  # type: ignore[arg-type]
+
+
+def test_bad_updates_are_named() -> None:
+    good, w = co.sparsify(_weight(48, 128)), _weight(48, 128)
+    _refused("w is torch.float16", TypeError, good.update_, w.half())
+    _refused("w has shape", ValueError, good.update_, w[:64])
+    _refused("contiguous along K", ValueError, good.update_, w)
+    _refused("multiples of 16 bytes", ValueError, good.update_, torch.zeros(48, 129).bfloat16()[:, :128].t())
 
 
 def test_bad_weights_are_named() -> None:
