@@ -54,7 +54,7 @@ def require_extents(n: int, k: int) -> None:
 
 def kept(w: Tensor) -> Tensor:
     """Return which elements of (N, K) are kept: the two largest of each group by magnitude, earlier ones if equal."""
-    of = _grouped(w.float().abs().nan_to_num(nan=torch.inf)).unbind(-1)
+    of = _grouped(w.float().abs().nan_to_num(torch.inf, torch.inf)).unbind(-1)
     found = []
     for i, mine in enumerate(of):
         ahead = torch.stack([other >= mine if j < i else other > mine for j, other in enumerate(of) if j != i])
