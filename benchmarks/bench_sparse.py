@@ -2,6 +2,7 @@
 
     python benchmarks/bench_sparse.py --out benchmarks/results/sparse_h200.json
     python benchmarks/bench_sparse.py --type e4m3 --epilogues rows --out /tmp/fp8.json
+    python benchmarks/bench_sparse.py --updates --out /tmp/updates.json
     python benchmarks/bench_sparse.py --sweep --weights 8192x8192 --rows 1024 8192 --out /tmp/sweep.json
 
 The epilogue is none ("plain"), bias + GELU + residual ("gelu"), or scales of a's rows and b's columns ("rows"). Peers:
@@ -12,8 +13,9 @@ of rows and columns. torchao is not a part of this repository: put it on PYTHONP
 Each row: {"epilogue", "m", "n", "k", "ours_us", "tb_per_s", "tflops", "peers": {name: us}, "over": {name: their time
 over ours}, "error", "absent": {name: why}, "kernel"}. Bytes are those of A, of the weight with its metadata, and of D.
 "tflops" counts the products of the dense weight. The error is relative, against float64 of the pruned weight. With
---sweep, kernels race instead, those that the model expects to be fastest, and the orders of tiles of the best. Each row
-is {"m", "n", "k", "kernels": [[name, us, order], ...]}, the fastest first.
+--updates, weights are updated in place, beside a copy of the dense weight, and each row is {"n", "k", "us": {name: us},
+"tb_per_s"}. With --sweep, kernels race instead, those that the model expects to be fastest, and the orders of tiles of
+the best. Each row is {"m", "n", "k", "kernels": [[name, us, order], ...]}, the fastest first.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.base.dtypes import DECLARED
+from cutlass_ops.base.dtypes import dtype as named
 from cutlass_ops.choose import policies, space
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.compilation import builder
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -248,6 +253,27 @@ def sweep(of: Field) -> dict[str, Any]:
     return {"m": m, "n": n, "k": k, "epilogue": of.epilogue, "kernels": kernels, "wrong": wrong}
 
 
+def run_update(n: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Time a weight's update in place, at its places and pruned anew, beside a copy of the dense weight."""
+    weights = [draw(1, n, k, dtype, "plain") for _ in range(rotation(2 * n * k * dtype.itemsize))]
+    dense = [x.sparse.to_dense().t().contiguous() for x in weights]
+    copies = [torch.empty_like(w) for w in dense]
+    for prune in (False, True):
+        spec = CompressSpec(named(str(dtype), DECLARED), prune, "sm_90")
+        Registry.current().kernel(spec)  # PyTorch would serve until it is there
+    count = len(weights)
+    variants: dict[str, Callable[[int], object]] = {
+        "placed": lambda i: weights[i % count].sparse.update_(dense[i % count].t()),
+        "pruned": lambda i: weights[i % count].sparse.update_(dense[i % count].t(), prune=True),
+        "copy": lambda i: copies[i % count].copy_(dense[i % count]),
+    }
+    times = harness.time_interleaved(variants, 20.0)
+    us = {name: round(1e3 * each.median, 3) for name, each in times.items()}
+    moved = n * k * dtype.itemsize
+    size = {"placed": 1.5 * moved + n * k / 8, "pruned": 1.5 * moved + n * k / 8, "copy": 2.0 * moved}
+    return {"n": n, "k": k, "us": us, "tb_per_s": {name: round(size[name] / us[name] / 1e6, 3) for name in us}}
+
+
 def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,8 +285,15 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["ours_dense", "dense", "cusparselt", "torchao"])
     parser.add_argument("--sweep", action="store_true", help="race kernels instead")
     parser.add_argument("--most", type=int, default=24, help="kernels of a race")
+    parser.add_argument("--updates", action="store_true", help="time updates of weights instead")
     args = parser.parse_args()
     weights = [tuple(map(int, text.split("x"))) for text in args.weights]
+    if args.updates:
+        updates = [run_update(n, k, TYPES[args.type]) for n, k in weights]
+        print(*updates, sep="\n", flush=True)
+        about = {"environment": harness.environment(), "type": args.type, "rows": updates}
+        args.out.write_text(json.dumps(about, indent=1))
+        return
     cases = [(epilogue, m, *weight) for epilogue in args.epilogues for weight in weights for m in args.rows]
     jobs: list[Callable[[], dict[str, Any]]]
     if args.sweep:
