@@ -7,6 +7,7 @@ unpacks what a test compares with.
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.choose import policies
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.operand import packing, reference
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import packed as of_packed
 from cutlass_ops.tuner import trial
+from tests.scripts import BENCHMARKS
 from tests.unit.signatures import H200
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -286,6 +289,20 @@ def test_the_tuner_draws_packed_weights(numbers: Any, monkeypatch: pytest.Monkey
     assert found._wrong([wanted]) is None
     x.outputs[0].mul_(1.1)
     assert found._wrong([wanted]) is not None
+
+
+def test_the_model_chooses_near_the_best_of_a_sweep() -> None:
+    """Of an H200, at 1 to 4096 rows: by the model alone, within 3%."""
+    call = call_at(of_packed._SCALED["int4"].graph, Problem(64, 8192, 8192), "bf16", "row", "col")
+    policy = policies.policy(signature_of(call, H200), H200)
+    rows = json.loads((BENCHMARKS / "results" / "sweep_packed_h200.json").read_text())["rows"]
+    assert len(rows) == 5
+    for row in rows:
+        times: dict[str, float] = {}
+        for slug, microseconds, _ in row["kernels"]:
+            times[slug] = min(microseconds, times.get(slug, microseconds))
+        chosen = policy.choose(Problem(row["m"], row["n"], row["k"])).config.slug
+        assert times[chosen] <= 1.03 * min(times.values()), (row["m"], chosen)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
