@@ -19,8 +19,9 @@ from cutlass_ops.run.packed import Packed
 class PackedLinear(Activated, torch.nn.Module):
     """activation(x @ weight + bias) + residual, of a weight in 4 bits, in one kernel.
 
-    The weight is frozen, and no gradient passes through the layer. Its tensors are buffers: they are moved and saved
-    with the module. A state dict also has a tensor ``form``, which loading compares with the layer's own.
+    The weight is frozen. Gradients pass to x, the bias and the residual, as for a linear layer. Its tensors are
+    buffers: they are moved and saved with the module. A state dict also has a tensor ``form``, which loading compares
+    with the layer's own.
 
     Parameters
     ----------

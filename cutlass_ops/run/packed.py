@@ -53,7 +53,8 @@ class Packed(OwnWeight):
     In kernels for many rows, number times scale is rounded once, to the type of a, as a user would dequantise a weight.
     Kernels for up to 16 rows multiply FP32 sums of each group by its scale instead, which rounds nothing of the weight.
 
-    Gradients, batches and groups of rows are not supported.
+    Gradients pass to a and to the epilogue's inputs. For that of a, the backward dequantises the weight and multiplies
+    by a GEMM in a's type. Values and scale are frozen. Batches and groups of rows are not supported.
 
     Attributes
     ----------

@@ -228,6 +228,45 @@ def test_a_graph_replays_with_other_values() -> None:
     assert torch.equal(out.double(), x.double() @ weight.dequantize(torch.float64))
 
 
+@pytest.mark.parametrize("numbers", ["int4", "uint4", "e2m1"])
+@pytest.mark.parametrize("m", [4, 100])
+def test_gradients_pass_through_a(numbers: str, m: int) -> None:
+    """Three steps, of which the last runs without the Python of the first ones; and dequantising on the GPU."""
+    weight = _weight(_spec(_ROWS(), numbers), 272, 512, exact=False)
+    host = co.Packed(weight.values.cpu().t().contiguous().t(), weight.scale.cpu(), weight.group, weight.numbers)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(weight.dequantize(dtype).cpu(), host.dequantize(dtype))
+    w = weight.dequantize(torch.float64)
+    g = torch.randn(m, 272, device="cuda").bfloat16()
+    for _ in range(3):
+        x = torch.randn(m, 512, device="cuda").bfloat16().requires_grad_()
+        bias = torch.randn(272, device="cuda").bfloat16().requires_grad_()
+        co.gemm(x, weight, epilogue=turned, bias=bias).backward(g)
+        assert x.grad is not None
+        assert bias.grad is not None
+        wanted = g.double().unflatten(1, (-1, 2)).flip(2).flatten(1) @ w.t()
+        assert (x.grad.double() - wanted).norm() <= 0.01 * wanted.norm()
+        assert (bias.grad.double() - g.double().sum(0)).norm() <= 0.01 * g.double().sum(0).norm()
+
+
+def test_a_step_is_captured() -> None:
+    """A forward and its backward, in one CUDA graph."""
+    weight = _weight(_spec(_ROWS()), 272, 512, exact=False)
+    x = torch.randn(100, 512, device="cuda").bfloat16().requires_grad_()
+    g, graph = torch.randn(100, 272, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
+
+    def step() -> Tensor:
+        return torch.autograd.grad(co.gemm(x, weight), x, g)[0]
+
+    for _ in range(3):
+        wanted = step()
+    with torch.cuda.graph(graph):
+        found = step()
+    found.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(found, wanted)
+
+
 def test_packing_is_the_same_on_both_devices() -> None:
     w = torch.randn(512, 64).bfloat16()
     for symmetric in (True, False):

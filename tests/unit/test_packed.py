@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
+from cutlass_ops.base import dtypes
 from cutlass_ops.choose import policies
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.operand import packing, reference
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import packed as of_packed
@@ -73,8 +77,8 @@ def test_numbers_are_where_threads_read_them() -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 192), (128, 256)])
 def test_packing_is_undone(n: int, k: int) -> None:
-    codes = _codes(n, k).to(torch.uint8)
-    assert torch.equal(packing.unpacked(packing.packed(codes)), codes)
+    codes, ones = _codes(n, k).to(torch.uint8), packing.packed_scales(torch.ones(n, 1, dtype=torch.half))
+    assert torch.equal(packing.dequantized(packing.packed(codes), ones, dtypes.i4) + 8, codes.half())
     scale, zero = _scales(n, k // 64), _codes(n, k // 64)
     for given in (None, zero):
         found = packing.unpacked_scales(packing.packed_scales(scale, given), 1 if given is None else 2)
@@ -268,10 +272,80 @@ def test_saved_and_loaded() -> None:
     assert torch.equal(loaded.dequantize(), packed.dequantize())
 
 
-def test_gradients_are_refused() -> None:
-    packed, x = _packed("int4", 64, torch.bfloat16), torch.randn(4, 256).bfloat16().requires_grad_()
-    with pytest.raises(ValueError, match="a requires grad and b is packed"):
-        co.gemm(x, packed).sum().backward()  # type: ignore[no-untyped-call]
+@co.epilogue
+def gated(acc: co.types.Value, bias: co.Row, residual: co.Tile) -> dict[str, co.types.Value]:
+    """Two outputs, of which the first needs the accumulator again in its backward."""
+    z = acc + bias
+    return {"d": co.e.silu(z) + residual, "row_sum": co.e.sum(z, dim=1)}
+
+
+def _gradients(packed: co.Packed, *, exact: bool, through: Any = None) -> list[Tensor]:
+    """Return the gradients of x, bias and residual, by the library or in float64 from the dequantised weight."""
+    generator = torch.Generator().manual_seed(3)
+    x, bias, residual, g = (
+        torch.randn(*shape, generator=generator).to(packed.dtype)
+        for shape in ((3, 5, 256), (48,), (3, 5, 48), (3, 5, 48))
+    )
+    leaves = [each.double() if exact else each for each in (x, bias, residual)]
+    leaves = [each.requires_grad_() for each in leaves]
+    if exact:
+        z = leaves[0] @ packed.dequantize(torch.float64) + leaves[1]
+        d, row_sum = torch.nn.functional.silu(z) + leaves[2], z.sum(-1)
+    else:
+        call = co.gemm if through is None else through
+        d, row_sum = call(leaves[0], packed, epilogue=gated, bias=leaves[1], residual=leaves[2])
+    (row_sum.sum() + (d * g.to(d.dtype)).sum()).backward()  # type: ignore[no-untyped-call]
+    return [each.grad for each in leaves if each.grad is not None]
+
+
+@pytest.mark.parametrize("numbers", ["int4", "uint4", "e2m1"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["saved", "recomputed", "checkpointed", "compiled"])
+def test_gradients_pass_through_a(numbers: str, dtype: torch.dtype, way: str) -> None:
+    """As of a dense GEMM with the dequantised weight. The third step runs without the Python of the first ones."""
+    packed = _packed(numbers, 64, dtype)
+    through = {
+        "checkpointed": lambda *args, **kwargs: checkpoint(co.gemm, *args, use_reentrant=False, **kwargs),
+        "compiled": torch.compile(co.gemm, backend="aot_eager", fullgraph=True),
+    }.get(way)
+    wanted = _gradients(packed, exact=True)
+    for _ in range(3):
+        with co.recompute() if way == "recomputed" else nullcontext():
+            found = _gradients(packed, exact=False, through=through)
+        assert len(found) == 3
+        for mine, other in zip(found, wanted, strict=True):
+            assert mine.dtype == dtype
+            assert (mine.double() - other).norm() <= 0.02 * other.norm()
+
+
+def test_gradients_of_gradients() -> None:
+    packed = _packed("int4", 64, torch.bfloat16)
+    x = torch.randn(4, 256).bfloat16().requires_grad_()
+
+    def penalty(x: Tensor, product: Any) -> Tensor:
+        (first,) = torch.autograd.grad(torch.nn.functional.silu(product(x)).sum(), x, create_graph=True)
+        return first.square().sum()
+
+    (found,) = torch.autograd.grad(penalty(x, lambda x: co.gemm(x, packed, out_dtype=torch.float32)), x)
+    exact = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(penalty(exact, lambda x: x @ packed.dequantize(torch.float64)), exact)
+    assert (found.double() - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_a_bias_alone_needs_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, bias = _packed("int4", 64, torch.bfloat16), torch.zeros(48).bfloat16().requires_grad_()
+    d = co.gemm(torch.randn(4, 256).bfloat16(), packed, epilogue=builtin.bias, bias=bias)
+    monkeypatch.setattr(packing, "dequantized", None)
+    d.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [4.0] * 48
+
+
+def test_the_weight_is_frozen() -> None:
+    packed, x = _packed("int4", 64, torch.bfloat16), torch.randn(4, 256).bfloat16()
+    packed.scale.requires_grad_()
+    with pytest.raises(ValueError, match=r"scale_b requires grad, .*frozen"):
+        co.gemm(x, packed)
 
 
 @pytest.mark.parametrize("numbers", ["int4", "uint4", "e2m1"])
@@ -386,6 +460,21 @@ def test_a_layer_is_saved_and_loaded() -> None:
     other = co.nn.PackedLinear(_packed("int4", 128, torch.bfloat16))
     with pytest.raises(RuntimeError, match="form is"):
         other.load_state_dict(first.state_dict())
+
+
+def test_an_adapter_beside_a_layer_is_trained() -> None:
+    """As QLoRA does: the packed weight passes gradients on, and has none."""
+    packed = _packed("uint4", 64, torch.bfloat16, n=64, k=64)
+    first, second = co.nn.PackedLinear(packed, activation="silu"), co.nn.PackedLinear(packed)
+    adapter = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    x, g = (torch.randn(4, 64).bfloat16() for _ in range(2))
+    second(first(x + adapter(x))).backward(g)
+    assert not list(first.parameters())
+    exact, w = adapter.weight.detach().double().requires_grad_(), packed.dequantize(torch.float64)
+    (torch.nn.functional.silu((x.double() + x.double() @ exact.t()) @ w) @ w).backward(g.double())
+    assert adapter.weight.grad is not None
+    assert exact.grad is not None
+    assert (adapter.weight.grad.double() - exact.grad).norm() <= 0.03 * exact.grad.norm()
 
 
 def test_a_layer_is_not_converted() -> None:

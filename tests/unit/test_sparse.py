@@ -191,10 +191,13 @@ def test_saved_and_loaded() -> None:
     assert torch.equal(loaded.to_dense(), sparse.to_dense())
 
 
-def test_gradients_are_refused() -> None:
+def test_gradients_pass_through_a() -> None:
     sparse, x = co.sparsify(_weight(48, 64)), torch.randn(4, 64).bfloat16().requires_grad_()
-    with pytest.raises(ValueError, match="no gradient"):
-        co.gemm(x, sparse)
+    g = torch.randn(4, 48).bfloat16()
+    co.gemm(x, sparse).backward(g)
+    assert x.grad is not None
+    wanted = g.double() @ sparse.to_dense().t().double()
+    assert (x.grad.double() - wanted).norm() <= 0.01 * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3", "i8"])
