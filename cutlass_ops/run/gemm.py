@@ -97,6 +97,11 @@ def _kind(epilogue: Any, name: str, given_b: Any, b: Any, groups: Any, tensors: 
 def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a: Any, b: Any, scale_b: Any) -> _Known:
     form = _form(groups, b)
     before = given_b.before(a, scale_a) if isinstance(given_b, OwnWeight) else None
+    if before is not None and groups is not None:
+        raise TypeError(
+            f"b is {before.name}, and groups of rows have no kernels for such weights: call gemm for each group, with "
+            "its rows and its own weight"
+        )
     expected = None if groups is None else of_groups.settled(groups.expected)
     if before is not None or (scale_a is None and scale_b is None):
         return op_for(epilogue, form, before, expected, name), False, None

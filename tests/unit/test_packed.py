@@ -23,7 +23,7 @@ import cutlass_ops as co
 from cutlass_ops.base import dtypes
 from cutlass_ops.choose import policies
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.operand import packing, reference
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import packed as of_packed
@@ -249,6 +249,26 @@ def test_out_and_further_outputs() -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("other", ["packed", "dense"])
+def test_swiglu_of_packed_weights(other: str) -> None:
+    """Two GEMMs, with gradients and an output that is given."""
+    gate, up = (_packed(numbers, 64, torch.bfloat16) for numbers in ("int4", "e2m1"))
+    x = (torch.randn(3, 5, 256) / 16).bfloat16().requires_grad_()
+    d = co.gemm_swiglu(x, gate, up if other == "packed" else up.dequantize())
+    exact = x.detach().double().requires_grad_()
+    wanted = torch.nn.functional.silu(exact @ gate.dequantize(torch.float64)) * (exact @ up.dequantize(torch.float64))
+    assert (d.double() - wanted).norm() <= 0.01 * wanted.norm()
+    d.backward(torch.ones_like(d))
+    wanted.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert exact.grad is not None
+    assert (x.grad.double() - exact.grad).norm() <= 0.02 * exact.grad.norm()
+    out = torch.empty(3, 5, 48)
+    with torch.no_grad():
+        assert co.gemm_swiglu(x.detach(), gate, up, out=out) is out
+    assert (out - wanted).norm() <= 0.01 * wanted.norm()
+
+
 def test_compiled_and_exported() -> None:
     packed, x = _packed("int4", 128, torch.bfloat16), torch.randn(4, 256).bfloat16()
 
@@ -411,7 +431,12 @@ def test_bad_calls_are_named() -> None:
     _refused("K", ValueError, co.gemm, x.bfloat16()[:, :128], good)
     _refused("math", TypeError, co.gemm, x.bfloat16(), good, math="tf32")
     ends = torch.tensor([2, 4], dtype=torch.int32)
-    _refused("packed|groups", (TypeError, ValueError), co.gemm, x.bfloat16(), good, groups=co.Groups(ends))  # type: ignore[arg-type]
+    _refused("b is packed, and groups of rows", TypeError, co.gemm, x.bfloat16(), good, groups=co.Groups(ends))
+    gate = composed.swiglu
+    _refused(
+        "product up, and b is packed.* gemm_swiglu", ValueError, co.gemm, x.bfloat16(), good, epilogue=gate, up=good
+    )
+    _refused("eps is given, and a weight is a Packed", TypeError, co.gemm_swiglu, x.bfloat16(), good, good, eps=1e-5)
 
 
 def test_bad_weights_are_named() -> None:
