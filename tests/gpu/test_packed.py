@@ -19,6 +19,7 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.kinds.legality import is_legal
 from cutlass_ops.operand import packing
 from cutlass_ops.run import packed as of_packed
+from tests.unit import test_quantized_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -247,6 +248,30 @@ def test_gradients_pass_through_a(numbers: str, m: int) -> None:
         wanted = g.double().unflatten(1, (-1, 2)).flip(2).flatten(1) @ w.t()
         assert (x.grad.double() - wanted).norm() <= 0.01 * wanted.norm()
         assert (bias.grad.double() - g.double().sum(0)).norm() <= 0.01 * g.double().sum(0).norm()
+
+
+@pytest.mark.parametrize("m", [4, 100])
+def test_swiglu_of_packed_weights(m: int) -> None:
+    gate, up = (_weight(_spec(_ROWS(), numbers), 272, 512, exact=False) for numbers in ("int4", "uint4"))
+    x = (torch.randn(m, 512, device="cuda") / 32).bfloat16()
+    found = co.gemm_swiglu(x, gate, up)
+    of_gate, of_up = (x.double() @ each.dequantize(torch.float64) for each in (gate, up))
+    wanted = torch.nn.functional.silu(of_gate) * of_up
+    assert (found.double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("form", test_quantized_models.LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_quantised_llama_gives_its_logits(form: str, dtype: torch.dtype) -> None:
+    model, tokens = test_quantized_models._llama(form, dtype), test_quantized_models.TOKENS.cuda()
+    wanted = test_quantized_models._exact(model).cuda()(input_ids=tokens).logits
+    model = co.patch(model.cuda(), verbose=False)
+    for _ in range(2):
+        for layer in test_quantized_models._quantised(model):
+            layer.called = False
+        logits = model(input_ids=tokens).logits
+        assert not any(layer.called for layer in test_quantized_models._quantised(model))
+        assert (logits.double() - wanted).norm() <= 0.02 * wanted.norm()
 
 
 def test_a_step_is_captured() -> None:
