@@ -188,6 +188,22 @@ def test_mxfp4_has_nan() -> None:
     assert packed.dequantize().isnan().all()
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_tensor", [0.0371, torch.tensor([0.0371])])
+def test_nvfp4(flat: bool, dtype: torch.dtype, of_tensor: Any) -> None:
+    n, k = 32, 192
+    codes = _codes(n, k)
+    scales = (_scales(n, k // 16) * 100).to(torch.float8_e4m3fn)
+    blocks = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    packed = co.Packed.from_nvfp4(blocks if flat else blocks.view(n, k // 16, 8), scales, of_tensor, dtype=dtype)
+    assert (packed.group, packed.numbers) == (16, "e2m1")
+    numbers = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.float64)[codes]
+    wanted = (numbers * _by_group(scales.double() * 0.0371, k)).t()
+    off = (packed.dequantize(torch.float64) - wanted).abs()
+    assert (off <= (2.0**-8 if dtype is torch.bfloat16 else 2.0**-11) * 1.001 * wanted.abs()).all()
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -459,6 +475,12 @@ def test_bad_weights_are_named() -> None:
     _refused(
         "FP16 cannot hold", ValueError, make.from_mxfp4, torch.zeros(16, 32, dtype=torch.uint8), small, dtype=torch.half
     )
+    fp4, of_e4m3 = torch.zeros(16, 32, dtype=torch.uint8), torch.full((16, 4), 448.0).to(torch.float8_e4m3fn)
+    _refused("scales is torch.float32", TypeError, make.from_nvfp4, fp4, of_e4m3.float(), 1.0)
+    _refused("scales has shape", ValueError, make.from_nvfp4, fp4, of_e4m3[:, :2], 1.0)
+    _refused("one scale of the tensor", ValueError, make.from_nvfp4, fp4, of_e4m3, torch.ones(16))
+    _refused("above 65504", ValueError, make.from_nvfp4, fp4, of_e4m3, 1e3, dtype=torch.half)
+    _refused("16, 8", TypeError, make.from_nvfp4, fp4.int(), of_e4m3, 1.0)
     _refused("has no", ValueError, make.from_tensors, {})
     newer = {**make.from_dense(w).tensors(), "form": torch.tensor([2, 0, 128])}
     _refused("has version 2", ValueError, make.from_tensors, newer)
