@@ -105,6 +105,11 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
     own = given_b.values if isinstance(given_b, Scaled) else given_b
     has_form = isinstance(own, OwnWeight) and (own is given_b or own.takes_scale)
     before = own.before(a, scale_a, None if own is given_b else scale_b) if has_form else None
+    if before is not None and groups is not None:
+        raise TypeError(
+            f"b is {before.name}, and groups of rows have no kernels for such weights: call gemm for each group, with "
+            "its rows and its own weight"
+        )
     expected = None if groups is None else of_groups.settled(groups.expected)
     if (before is not None and own is given_b) or (scale_a is None and scale_b is None):
         return op_for(epilogue, form, before, expected, name), False, None

@@ -228,6 +228,12 @@ def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     taken = sorted(_OWN & {i.name for i in graph.inputs})
     if taken:
         raise ValueError(f"{name} has an input {', '.join(taken)}, as scaled operands have: rename the input")
+    if graph.products and isinstance(scales, Epilogue):
+        raise ValueError(
+            f"{name} has the product {graph.products[0]}, and b is {scales.name}, whose kernels have one product: call "
+            "gemm for each weight, the second time with an epilogue that takes the first result as a Tile; gemm_swiglu "
+            "does that"
+        )
     if graph.products:
         raise ValueError(
             f"{name} has the product {graph.products[0]}, which has scales of its own: write all scales into the "
