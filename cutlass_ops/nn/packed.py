@@ -14,6 +14,7 @@ from cutlass_ops.nn.linear import Activated
 from cutlass_ops.nn.reading import rows
 from cutlass_ops.run.gemm import flattened
 from cutlass_ops.run.packed import Packed
+from cutlass_ops.run.values import OwnWeight
 
 
 class PackedLinear(Activated, torch.nn.Module):
@@ -180,14 +181,14 @@ class PackedLinear(Activated, torch.nn.Module):
 def multiplied(
     ops: epilogues.LinearOps,
     x: Tensor,
-    packed: Packed,
+    weight: OwnWeight,
     bias: Tensor | None,
     residual: Tensor | None = None,
     inputs: Sequence[Any] = (),
 ) -> Tensor:
-    """Compute a layer of a packed weight by its ops."""
+    """Compute a layer of a weight in a form of its own by its ops."""
     op, given = epilogues.chosen(ops, bias, residual, inputs)
-    own, tensors = flattened(op.epilogue, op.name, rows(x), packed, None)
+    own, tensors = flattened(op.epilogue, op.name, rows(x), weight, None)
     found: Tensor = own(*tensors, *given, out_dtype=parallel.sum_dtype(x, residual))
     return found
 

@@ -13,7 +13,7 @@ from cutlass_ops.nn import epilogues, parallel
 from cutlass_ops.nn.linear import Activated
 from cutlass_ops.nn.reading import rows
 from cutlass_ops.run.gemm import flattened
-from cutlass_ops.run.sparse import Sparse
+from cutlass_ops.run.sparse import Sparse, sparsify
 
 
 class SparseLinear(Activated, torch.nn.Module):
@@ -89,6 +89,46 @@ class SparseLinear(Activated, torch.nn.Module):
                 self.register_parameter(name, torch.nn.Parameter(tensor))
             else:
                 self.register_buffer(name, tensor)
+
+    @classmethod
+    def of(
+        cls,
+        layer: torch.nn.Linear,
+        *,
+        prune: bool = False,
+        activation: str | None = None,
+        epilogue: Epilogue | None = None,
+        trained: bool = False,
+    ) -> SparseLinear:
+        """Return the layer of a linear one, to replace it. :func:`cutlass_ops.patch` keeps the weight instead.
+
+        Parameters
+        ----------
+        layer : torch.nn.Linear
+            The layer, whose weight is 2:4 sparse, in BF16 or FP16. It is not changed.
+        prune : bool
+            Whether to prune its weight by magnitude, as :func:`cutlass_ops.sparsify` does. Otherwise a weight that is
+            not 2:4 sparse is an error.
+        activation, epilogue, trained
+            As for the class.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `layer` is no linear layer, or its weight does not fit. The message says where.
+
+        Examples
+        --------
+        >>> layer = torch.nn.Linear(64, 16, dtype=torch.bfloat16)
+        >>> co.nn.SparseLinear.of(layer, prune=True).sparse.shape
+        torch.Size([64, 16])
+        """
+        if not isinstance(layer, torch.nn.Linear):
+            raise TypeError(f"layer is a {type(layer).__name__}: pass a torch.nn.Linear")
+        make = sparsify if prune else Sparse.from_dense
+        bias: Any = layer.bias
+        sparse, bias = make(layer.weight.t()), None if bias is None else bias.detach().clone()
+        return cls(sparse, bias, activation=activation, epilogue=epilogue, trained=trained)
 
     @property
     def sparse(self) -> Sparse:
