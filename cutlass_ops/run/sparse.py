@@ -189,7 +189,7 @@ class Sparse(OwnWeight):
 
         Examples
         --------
-        >>> w = torch.tensor([1.0, -3.0, 2.0, 0.5] * 8)[:, None].repeat(1, 4).bfloat16()
+        >>> w = torch.tensor([1.0, -3.0, 2.0, 0.5] * 8).repeat(4, 1).bfloat16().t()
         >>> sparse = co.sparsify(w)
         >>> sparse.update_(1 / w).to_dense()[:4, 0].tolist()
         [0.0, -0.333984375, 0.5, 0.0]
