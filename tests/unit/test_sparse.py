@@ -6,6 +6,7 @@ What is wanted is computed here, element by element, from what the form's first 
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +17,22 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 import cutlass_ops as co
-from cutlass_ops.choose import policies
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.quantizing import declaration_from_json
 from cutlass_ops.kinds.legality import is_legal
+from cutlass_ops.kinds.render import render
+from cutlass_ops.kinds.sm90 import sparse as sm90_sparse
 from cutlass_ops.kinds.sm90.timer import Sm90Timer
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.operand import reference, sparsity
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import sparse as of_sparse
 from cutlass_ops.tuner import trial
-from tests.unit.signatures import H200
+from tests.unit.signatures import A100, H200
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
@@ -326,6 +333,21 @@ def test_a_kernel_is_chosen_for_any_rows(m: int, dtype: str) -> None:
     assert is_legal(signature.spec(found, "sm_90a"))
 
 
+def test_ampere_is_refused_with_what_to_do() -> None:
+    problem = Problem(64, 256, 512)
+    signature = signature_of(call_at(of_sparse._SPARSE.graph, problem, "bf16", "row", "col"), A100)
+    _refused(r"sparse weight needs wgmma.*to_dense\(\)", co.UnsupportedError, dispatch.choose, signature, A100, problem)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "i8", "bf16", "f16"])
+def test_instructions_of_chosen_kernels_overlap(dtype: str) -> None:
+    """No kernel of any table takes more registers than ptxas can have two steps in flight with."""
+    signature = signature_of(call_at(of_sparse._SPARSE.graph, Problem(1, 4096, 4096), dtype, "row", "col"), H200)
+    kernels = [c for c in policies.policy(signature, H200).kernels if isinstance(c, co.Sm90Config)]
+    assert len(kernels) > 50
+    assert max(sum(sm90_sparse._registers(c)) for c in kernels) <= 198
+
+
 def test_half_of_the_products_and_of_the_bytes_are_expected() -> None:
     """Of the same tile, at many rows and at one."""
     config = co.Sm90Config(co.ThreadblockShape(128, 256, 64), schedule="cooperative", swap_ab=True)
@@ -382,6 +404,17 @@ def test_bad_calls_are_named() -> None:
     _refused("math", TypeError, co.gemm, x.bfloat16(), good, math="tf32")
     ends = torch.tensor([2, 4], dtype=torch.int32)
     _refused("sparse|groups", (TypeError, ValueError), co.gemm, x.bfloat16(), good, groups=co.Groups(ends))  # type: ignore[arg-type]
+
+
+def test_declarations_of_updates() -> None:
+    spec = CompressSpec(dtypes.e4m3, True, "sm_90")
+    assert declaration_from_json(json.loads(spec.canonical())) == spec
+    assert "Compress<cutlass::float_e4m3_t, true>" in render(spec)
+    _refused("f32 is not stored 2:4 sparse", ConfigError, CompressSpec, dtypes.f32, True, "sm_90")
+    _refused("target is 'sm_1'", ConfigError, CompressSpec, dtypes.i8, True, "sm_1")
+    bad: list[Any] = [{"w": "bf16"}, {"w": "e9", "prune": True}, {"w": "bf16", "prune": 1}, None]
+    for of in bad:
+        _refused("compression", ConfigError, declaration_from_json, {"compress": of, "target": "sm_90"})
 
 
 def test_bad_updates_are_named() -> None:
