@@ -38,6 +38,7 @@ from cutlass_ops.operand import sparsity
 from cutlass_ops.run import casting
 from cutlass_ops.run.packed import Packed
 from cutlass_ops.run.sparse import Sparse
+from cutlass_ops.run.values import OwnWeight
 
 
 class Patched(NamedTuple):
@@ -125,8 +126,8 @@ def patch(
     sparse : bool
         Whether linear layers whose weights are 2:4 sparse compute with a sparse copy (:class:`cutlass_ops.Sparse`), in
         calls without gradients of the weight. The copy takes 0.56 of the weight's memory, which the layer keeps. It is
-        made again if the weight has changed; a weight that is 2:4 sparse no longer is then an error. MLPs and decoder
-        layers with such layers call them. Layers that are fused already stay so: call :func:`unpatch` first.
+        made again if the weight has changed; a weight that is 2:4 sparse no longer is then an error. An MLP is fused if
+        all of its layers have such copies, or none. Layers that are fused already stay so: call :func:`unpatch` first.
     verbose : bool
         Whether to print what is fused.
     dry_run : bool
@@ -414,16 +415,23 @@ class _Sparse(_Linear):
         return epilogues.linear_ops(None), Folded()
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        (ops, copy), weight = self._fused_ops, self.weight
+        ops, weight = self._fused_ops[0], self.weight
         if needs_pytorch(input, weight):
             return _as_before(self, input)
-        trains = weight.requires_grad and torch.is_grad_enabled()
-        sparse = None
-        if not trains and not casting.any_autocast() and input.dtype is weight.dtype:
-            sparse = copy.current(lambda: Sparse.from_dense(weight.t()), lambda: (weight,))
+        sparse = self._own_weight(input)
         if sparse is None:
             return apply(ops, input, weight, self.bias, None)
         return multiplied(ops, input, sparse, self.bias)
+
+    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+        weight: Tensor = self.weight
+        if needs_pytorch(x, weight) or casting.any_autocast() or x.dtype is not weight.dtype:
+            return None
+        if weight.requires_grad and torch.is_grad_enabled():
+            return None
+        copy: Folded = self._fused_ops[1]
+        found: Sparse | None = copy.current(lambda: Sparse.from_dense(weight.t()), lambda: (weight,))
+        return found
 
 
 def _is_pruned(weight: Tensor) -> bool:
@@ -484,22 +492,17 @@ class _Quantized(_Fused):
         return epilogues.linear_ops(None), _Copy(module, of)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        ops, copy = self._fused_ops
-        packed = _packed_for(x, (self, copy))
-        if packed is None:
-            return _as_before(self, x)
-        return multiplied(ops, x, packed[0], self.bias)
+        packed = self._own_weight(x)
+        return _as_before(self, x) if packed is None else multiplied(self._fused_ops[0], x, packed, self.bias)
 
-
-def _packed_for(x: Tensor, *layers: tuple[Any, _Copy]) -> tuple[Packed, ...] | None:
-    """Return the packed weights of layers for x; None if the layers must compute as before."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float16, torch.bfloat16) or is_foreign(x):
-        return None
-    if casting.any_autocast() or not quantized.serves(x.device):
-        return None
-    found = [copy.of(layer, x.dtype) for layer, copy in layers if not getattr(layer, "adapter", None)]
-    there = tuple([packed for packed in found if packed is not None])
-    return there if len(there) == len(layers) else None
+    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+        """Return the packed weight for x; None if the layer must compute as before."""
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float16, torch.bfloat16) or is_foreign(x):
+            return None
+        if casting.any_autocast() or not quantized.serves(x.device) or getattr(self, "adapter", None):
+            return None
+        copy: _Copy = self._fused_ops[1]
+        return copy.of(self, x.dtype)
 
 
 class _GatedMLP(_Fused):
@@ -511,7 +514,7 @@ class _GatedMLP(_Fused):
         if _activation(module.act_fn) is None:
             return f"its activation is {type(module.act_fn).__name__}"
         layers = module.gate_proj, module.up_proj, module.down_proj
-        if all(isinstance(layer, _Quantized) for layer in layers):
+        if all(isinstance(layer, _Quantized | _Sparse) for layer in layers):
             return "its layers have hooks or other forwards" if is_watched(*layers) else ""
         return _layers_refuse("Linear", layers)
 
@@ -521,15 +524,15 @@ class _GatedMLP(_Fused):
         return type(module.act_fn), (gated_ops(activation), epilogues.linear_ops(None)), gate_and_up(activation)
 
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        kind, ops, packed_ops = self._fused_ops
+        kind, ops, own_ops = self._fused_ops
         gate, up, down, activation = layers = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
-        if all(type(layer) is getattr(layer, "_exact", None) and layer._rule == "Quantized" for layer in layers[:3]):
+        if all(type(x) is getattr(x, "_exact", None) and x._rule in ("Quantized", "Sparse") for x in layers[:3]):
             known = type(activation) is kind and not is_watched(*layers)
-            packed = _packed_for(x, *((layer, layer._fused_ops[1]) for layer in layers[:3])) if known else None
-            if packed is not None:
-                of_gate = multiplied(packed_ops[0], x, packed[0], gate.bias)
-                of_up = multiplied(packed_ops[1], x, packed[1], up.bias, inputs=[of_gate])
-                return multiplied(ops[1], of_up, packed[2], down.bias, residual)
+            forms: Any = [layer._own_weight(x) for layer in layers[:3]] if known else [None]
+            if None not in forms:
+                of_gate = multiplied(own_ops[0], x, forms[0], gate.bias)
+                of_up = multiplied(own_ops[1], x, forms[1], up.bias, inputs=[of_gate])
+                return multiplied(ops[1], of_up, forms[2], down.bias, residual)
         known = type(activation) is kind and are_read(_READ["Linear"], gate, up, down)
         if known and not is_watched(activation):
             weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)

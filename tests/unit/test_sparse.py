@@ -18,7 +18,7 @@ from torch.sparse._semi_structured_conversions import sparse_semi_structured_fro
 
 import cutlass_ops as co
 from cutlass_ops.base import dtypes
-from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.errors import ConfigError, UnsupportedError
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.problem import Problem
@@ -336,7 +336,7 @@ def test_a_kernel_is_chosen_for_any_rows(m: int, dtype: str) -> None:
 def test_ampere_is_refused_with_what_to_do() -> None:
     problem = Problem(64, 256, 512)
     signature = signature_of(call_at(of_sparse._SPARSE.graph, problem, "bf16", "row", "col"), A100)
-    _refused(r"sparse weight needs wgmma.*to_dense\(\)", co.UnsupportedError, dispatch.choose, signature, A100, problem)
+    _refused(r"sparse weight needs wgmma.*to_dense\(\)", UnsupportedError, dispatch.choose, signature, A100, problem)
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "i8", "bf16", "f16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,9 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     seen: list[torch.Size] = []
     multiplied = patching.multiplied
 
-    def noted(ops: object, x: Tensor, weight: co.Sparse, bias: Tensor | None) -> Tensor:
+    def noted(ops: Any, x: Tensor, weight: co.Sparse, *others: Any, **named: Any) -> Tensor:
         seen.append(weight.shape)
-        return multiplied(ops, x, weight, bias)  # type: ignore[arg-type]
+        return multiplied(ops, x, weight, *others, **named)
 
     monkeypatch.setattr(patching, "multiplied", noted)
     return seen
@@ -82,6 +83,26 @@ def test_a_weight_with_gradients_is_multiplied_as_it_is(monkeypatch: pytest.Monk
     model(torch.randn(4, 64).bfloat16()).sum().backward()
     assert calls == []
     assert model[0].weight.grad is not None
+
+
+def test_a_pruned_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MLP is three sparse products, with the activation and the gate in their epilogues."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32, **sizes)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    layers = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    _pruned(model, *layers)
+    tokens, calls = torch.arange(8)[None], _calls(monkeypatch)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        co.patch(model, sparse=True, verbose=False)
+        assert "model.layers.0.mlp" in co.patch(model, dry_run=True).fused
+        assert (model(tokens).logits - wanted).norm() <= 0.02 * wanted.norm()
+    assert calls == [(64, 128), (64, 128), (128, 64)]
+    model(tokens).logits.sum().backward()
+    assert len(calls) == 3
+    assert model.get_submodule(layers[0]).weight.grad is not None
 
 
 def test_the_layer_of_a_linear_one() -> None:
