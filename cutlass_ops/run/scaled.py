@@ -218,6 +218,13 @@ def scaling(scales: Scales | Epilogue) -> Epilogue:
 
 
 @functools.lru_cache(maxsize=1024)
+def after(before: Epilogue, scales: Scales) -> Epilogue:
+    """Return the epilogue of two scales after another one, which takes what a weight in a form of its own needs."""
+    scaled = scaling(scales)
+    return Epilogue(before.name, f"{before.doc} Then scales.", before.graph.then(scaled.graph))
+
+
+@functools.lru_cache(maxsize=1024)
 def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     """Return the epilogue of scales, with another one after it. Raises ValueError if that cannot follow."""
     scaled, name, graph = scaling(scales), epilogue.name, epilogue.graph
@@ -231,6 +238,12 @@ def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     taken = sorted(_OWN & {i.name for i in graph.inputs})
     if taken:
         raise ValueError(f"{name} has an input {', '.join(taken)}, as scaled operands have: rename the input")
+    if graph.products and isinstance(scales, Epilogue):
+        raise ValueError(
+            f"{name} has the product {graph.products[0]}, and b is {scales.name}, whose kernels have one product: call "
+            "gemm for each weight, the second time with an epilogue that takes the first result as a Tile; gemm_swiglu "
+            "does that"
+        )
     if graph.products:
         raise ValueError(
             f"{name} has the product {graph.products[0]}, which has scales of its own: write all scales into the "
