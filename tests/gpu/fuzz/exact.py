@@ -14,7 +14,7 @@ from tests.gpu.fuzz.grouped import Rows, Weights
 
 # Of sums of FP8 that are not promoted; that are multiplied by each other, or added up; and that are multiplied as well.
 _FAST, _FURTHER, _SCALED = 2**13, 2**11, 2**9
-PLAIN, FAST = Exact(), Exact(_FAST)
+PLAIN, FAST, F16 = Exact(), Exact(_FAST), Exact(2**15)  # FP16 ends at 2^16
 GELU, SILU = Exact(_SCALED, loud=16.0), Exact(_FURTHER, loud=128.0)
 NORM, BLOCKS = Exact(_FURTHER, eps=12.0), Exact(2**24)
 # Numbers of 13 bits and more, whose lower part the second of the three products of TF32 has.
@@ -37,11 +37,11 @@ SIXTEEN_BITS = (
             "BF16, B across K": PLAIN,
             "FP16, both across K": GELU,
             "BF16, odd": PLAIN,
-            "FP16, odd, across K": PLAIN,
+            "FP16, odd, across K": F16,
             "BF16, reductions": GELU,
             "FP16, reductions, odd columns": GELU,
             "BF16, batches": PLAIN,
-            "FP16, batches, across K": PLAIN,
+            "FP16, batches, across K": F16,
         },
     ),
     Family("BF16, gated", "bf16", "bf16", "bf16", epilogue=composed.swiglu, exact=SILU),
@@ -85,6 +85,8 @@ INT8 = (
 
 
 def _of_groups(family: Rows) -> Exact:
+    if family.d == "f16":
+        return Exact(2**6, loud=128.0)
     if family.epilogue in (grouped.routed, composed.swiglu):
         return SILU
     return FAST if family.math == "fast" else PLAIN
@@ -99,7 +101,7 @@ GROUPS = (
 # The GEMMs of gradients: of A, of B, and with what is added to them.
 BACKWARD = (
     Family("of A", "bf16", "bf16", "bf16", ("row", "row"), exact=PLAIN),
-    Family("of A, FP16", "f16", "f16", "f16", ("row", "row"), exact=PLAIN),
+    Family("of A, FP16", "f16", "f16", "f16", ("row", "row"), exact=F16),
     Family("of A, added up", "bf16", "bf16", "bf16", ("row", "row"), epilogue=builtin.residual, exact=PLAIN),
     Family("of A, of a norm", "bf16", "bf16", "bf16", ("row", "row"), epilogue=composed.plus_scaled, exact=PLAIN),
     Family("of B", "bf16", "bf16", "bf16", ("col", "row"), exact=PLAIN),
