@@ -11,7 +11,7 @@ from signatures import H100
 import cutlass_ops as co
 from cutlass_ops.epilogue.nodes import Kind
 from tests.gpu.fuzz import __main__ as fuzz
-from tests.gpu.fuzz import dense, grouped
+from tests.gpu.fuzz import alike, dense, grouped
 from tests.gpu.fuzz.case import Kernels
 
 pytestmark = pytest.mark.usefixtures("session")
@@ -22,6 +22,7 @@ FAMILIES = {
     for family in families
     if what.startswith("exact_")
 }
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def drawn(family):
@@ -258,8 +259,7 @@ def test_one_bit_of_one_result_is_found(name):
         d = results if isinstance(results, torch.Tensor) else results[0]
         finite = d.double().nan_to_num(0.0, 0.0, 0.0).abs()
         place = tuple(int(x) for x in (finite == finite.max()).nonzero()[0])
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[d.itemsize]
-        d.view(bits)[place] ^= 1
+        d.view(BITS[d.itemsize])[place] ^= 1
         return results
 
     found = replace(case, function=function)
@@ -311,3 +311,71 @@ def test_three_quarters_are_zeros():
     assert 0.72 < (values == 0).float().mean() < 0.78
     assert math.isclose(values.mean(), 0.0, abs_tol=values.std() / 50)
     assert torch.equal(values, values.round())
+
+
+# ---- Relations between calls -----------------------------------------------------------------------------------------
+
+RELATED = [name for name, family in FAMILIES.items() if isinstance(family, dense.Family)]
+
+
+def kernel_of(case, fault=lambda found, a, b: None):
+    """Return what stands for a kernel of a case, with a fault in its first result."""
+    op = case.request().op
+
+    def kernel(a, b, **inputs):
+        found = op(a, b, **inputs, out_dtype=case.named["out_dtype"])
+        fault(found if isinstance(found, torch.Tensor) else found[0], a, b)
+        return found
+
+    return kernel
+
+
+def spoil(*place):
+    """Return a fault: the last bit at a place."""
+
+    def fault(found, a, b):
+        found.view(BITS[found.itemsize])[place] ^= 1
+
+    return fault
+
+
+@pytest.mark.parametrize("name", RELATED)
+def test_relations_hold_and_a_fault_at_one_place_of_d_breaks_them(name):
+    case = drawn(FAMILIES[name])
+    assert alike.why_not(kernel_of(case), case.request()) is None
+    if case.arguments[0].ndim == 2:
+        assert "rows in another order" in alike.why_not(kernel_of(case, spoil(5)), case.request())
+        if "blocks" not in name:
+            assert "columns in another order" in alike.why_not(kernel_of(case, spoil(..., 5)), case.request())
+
+
+def test_a_batch_that_depends_on_others_and_a_threshold_break_relations():
+    case = next(
+        case
+        for seed in range(300)
+        if (case := FAMILIES["exact_16: BF16, batches"].draw(random.Random(seed), "cpu")).refused is None
+        and case.arguments[0].shape[0] > 1
+        and case.arguments[0].numel() > 1000
+    )
+    assert alike.why_not(kernel_of(case), case.request()) is None
+    several = lambda found, a, b: found.add_(len(a) > 1)  # noqa: E731
+    assert "one batch" in alike.why_not(kernel_of(case, several), case.request())
+    case = drawn(FAMILIES["exact_16: BF16"])
+    few = lambda found, a, b: found.add_(len(a) < len(case.arguments[0]))  # noqa: E731
+    assert "fewer rows" in alike.why_not(kernel_of(case, few), case.request())
+    most = case.arguments[0].float().max()
+    large = lambda found, a, b: found.clamp_(max=most)  # noqa: E731
+    assert "twice A" in alike.why_not(kernel_of(case, large), case.request())
+
+
+def test_relations_are_tried_with_any_values(monkeypatch):
+    family = FAMILIES["exact_16: BF16"]
+    kernels, case, tried = Kernels.drawn(family.usual(), H100, 0, 8), drawn(family), []
+    monkeypatch.setattr(type(case), "by", lambda case, spec: case.call())
+    monkeypatch.setattr(type(case), "why_not_alike", lambda case, spec: tried.append(case) or "broken")
+    monkeypatch.setattr(Kernels, "key", lambda _, spec: spec.slug)
+    tally = fuzz.Tally()
+    found = {fuzz.judge(case, kernels, random.Random(seed), tally) for seed in range(40)}
+    assert found == {None, "broken"}
+    assert tally.alike == len(tried) > 1
+    assert all((each.arguments[0] != each.arguments[0].round()).any() for each in tried)

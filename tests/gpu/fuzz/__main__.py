@@ -15,7 +15,8 @@ kernels of each family, those that the tables choose first, and goes on with the
 pieces make many calls of many kernels. A file of another commit or GPU is refused.
 
 The result has a row for each family: {"family", "calls", "exact" (by exact kernels), "again" (repeated with the same
-tensors), "warm", "refused" (as they must be), "unserved" (of other signatures), "wrong", "kernels" (calls of each, by
+tensors), "warm", "refused" (as they must be), "unserved" (of other signatures), "alike"
+(of which relations with other calls were tried), "wrong", "kernels" (calls of each, by
 its key)}.
 Its "wrong" has {"seed", "family", "why", "about"} of the first calls that failed. The exit status is 1 if any did.
 """
@@ -45,7 +46,7 @@ from cutlass_ops.operand.call import device_of
 from tests.gpu.fuzz import dense, exact, grouped
 from tests.gpu.fuzz.case import Case, Kernels
 
-_EXACT, _AGAIN = 0.6, 0.25  # parts of all calls
+_EXACT, _AGAIN, _ALIKE = 0.6, 0.25, 0.3  # parts of all calls, and of those by exact kernels
 _KEPT = 100  # wrong calls of which a result has the description
 
 
@@ -91,6 +92,7 @@ class Tally:
     warm: int = 0
     refused: int = 0
     unserved: int = 0
+    alike: int = 0
     wrong: int = 0
     kernels: collections.Counter[str] = field(default_factory=collections.Counter)
 
@@ -130,6 +132,9 @@ def judge(case: Case, kernels: Kernels | None, rng: random.Random, tally: Tally)
         why = case.why_wrong(results, wanted)
         if why is not None:
             return why
+    if by is not None and by.config.whole_k and case.of_any_values is not None and rng.random() < _ALIKE:
+        tally.alike += 1
+        return case.of_any_values().why_not_alike(by)
     return None
 
 

@@ -22,6 +22,7 @@ from cutlass_ops.operand.call import signature_of
 from cutlass_ops.run import requests
 from cutlass_ops.run.kernels import Kernel
 from tests.gpu import oracle
+from tests.gpu.fuzz import alike
 from tests.gpu.memory import Memory, Placed, WholeMemory
 
 # Problems for which kernels are drawn: the logarithms of M, and of N and K in pieces of 16.
@@ -121,6 +122,8 @@ class Case:
         The problem, for messages.
     grouped : str, optional
         What the third tensor says of groups: their "offsets", or their "counts" of rows.
+    of_any_values : callable, optional
+        Draws a call like it whose results are not known to the last bit: for relations between calls.
     """
 
     function: Callable[..., Any]
@@ -133,6 +136,7 @@ class Case:
     refused: str | None = None
     about: str = ""
     grouped: str | None = None
+    of_any_values: Callable[[], Case] | None = None
 
     def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as a user passes them: scales in their operands, and ends in groups."""
@@ -157,6 +161,10 @@ class Case:
         """Have an exact kernel compute it."""
         asked = self.request()
         return _exact(spec)(*asked.arguments, **{**asked.named, **self.given()})
+
+    def why_not_alike(self, spec: KernelSpec) -> str | None:
+        """Say which relation between calls of an exact kernel does not hold; None if all do."""
+        return alike.why_not(_exact(spec), self.request())
 
     def request(self) -> requests.Request:
         """Return the op behind the call, and its arguments, without outputs."""

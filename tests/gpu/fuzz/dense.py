@@ -107,7 +107,13 @@ class Family:
         extents = self._extents(rng)
         memory = Memory(device, rng) if self.exact is None else self.exact.memory(device, rng, extents[2])
         refused = rng.random() < _REFUSED and min(extents) > 4
-        return self._refused(memory, extents) if refused else self._case(memory, extents)
+        if refused:
+            return self._refused(memory, extents)
+        case = self._case(memory, extents)
+        if self.exact is not None:
+            usual = replace(self, exact=None)
+            case.of_any_values = lambda: usual._case(Memory(device, rng), extents)
+        return case
 
     # Extents.
 
