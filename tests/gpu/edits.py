@@ -1,9 +1,9 @@
 """Edit the machine code of a kernel for Hopper, so that a race shows: delay single instructions, or take a wait away.
 
-An instruction has 16 bytes. Its upper half has a control word, by which the compiler says how long the warp waits before
-the next one, and for which scoreboards before this one. A control word can delay by 15 cycles at most, which no race of
-memory shows. So a delayed instruction moves behind the end of the code, where sections are filled with NOPs, and a
-branch leads there and back:
+An instruction has 16 bytes. Its upper half has a control word, by which the compiler says how long the warp waits
+before the next one, and for which scoreboards before this one. A control word can delay by 15 cycles at most, which no
+race of memory shows. So a delayed instruction moves behind the end of the code, where sections are filled with NOPs,
+and a branch leads there and back:
 
     before:  I                     after:  BRA room          room:  S2UR UR60, SR_CLOCKLO
                                                                     ULOP3.LUT UR60, UR60, most
