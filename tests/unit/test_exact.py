@@ -10,6 +10,7 @@ from signatures import H100
 
 import cutlass_ops as co
 from cutlass_ops.epilogue.nodes import Kind
+from tests.gpu import exact_calls
 from tests.gpu.fuzz import __main__ as fuzz
 from tests.gpu.fuzz import alike, dense, grouped
 from tests.gpu.fuzz.case import Kernels
@@ -379,3 +380,43 @@ def test_relations_are_tried_with_any_values(monkeypatch):
     assert found == {None, "broken"}
     assert tally.alike == len(tried) > 1
     assert all((each.arguments[0] != each.arguments[0].round()).any() for each in tried)
+
+
+# ---- Calls of several kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", exact_calls.CALLS)
+def test_each_result_of_several_kernels_is_looked_at(name, monkeypatch):
+    exact_calls.check(name, 0, "cpu")
+    call, memory = exact_calls.CALLS[name], exact_calls.Exact(2**8).memory("cpu", random.Random(0), 128)
+    for at in range(len(list(call(memory, 16, 64, 32)))):
+
+        def spoiled(*given, at=at):
+            for index, (what, found, wanted) in enumerate(call(*given)):
+                if index == at and found.numel():
+                    found = found.detach().clone()
+                    found.view(BITS[found.itemsize])[(0,) * found.ndim] ^= 1
+                yield what, found, wanted
+
+        monkeypatch.setitem(exact_calls.CALLS, name, spoiled)
+        if (name, at) not in (("grouped", 3), ("grouped", 4)):  # an empty group
+            with pytest.raises(AssertionError, match="not the exact ones"):
+                exact_calls.check(name, 0, "cpu")
+
+
+@co.epilogue
+def relu_instead(acc, bias: co.Row):
+    return co.e.relu(acc + bias)
+
+
+def test_another_derivative_is_found(monkeypatch):
+    """SiLU of such numbers is ReLU, but its slope at 0 is not 0."""
+    monkeypatch.setattr(exact_calls, "bias_silu", relu_instead)
+    with pytest.raises(AssertionError, match="gradient of A"):
+        exact_calls.check("bias_activation", 0, "cpu")
+
+
+def test_a_gate_whose_weights_are_exchanged_is_found(monkeypatch):
+    monkeypatch.setattr(exact_calls.composed, "swiglu", exchanged)
+    with pytest.raises(AssertionError, match="d at"):
+        exact_calls.check("gated", 0, "cpu")
