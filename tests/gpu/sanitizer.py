@@ -102,7 +102,7 @@ def specs_of(name: str) -> list[KernelSpec]:
     family = families().get(name)
     if family is None:
         return targets()[name]
-    return list(Kernels.drawn(family.usual(), device_of(torch.device("cuda", 0)), 0, 1).specs)
+    return list(Kernels.drawn(family.usual(), device_of(torch.device("cuda", 0)), 0, 1, few_rows=family.few_rows).specs)
 
 
 def calls(names: Iterable[str]) -> None:

@@ -61,6 +61,10 @@ class Family(Protocol):
     def problems(self) -> tuple[tuple[int, int, int], ...]:
         """For which kernels are chosen."""
 
+    @property
+    def few_rows(self) -> bool:
+        """Whether drawn kernels are those for few rows."""
+
     def usual(self) -> Case:
         """Return a case without data."""
 
@@ -243,7 +247,9 @@ def main() -> int:
         for family in families:
             case = family.usual()
             chosen = (
-                Kernels.drawn(case, of, first, args.kernels) if args.kernels else Kernels.of(case, of, family.problems)
+                Kernels.drawn(case, of, first, args.kernels, few_rows=family.few_rows)
+                if args.kernels
+                else Kernels.of(case, of, family.problems)
             )
             kernels[family.name] = chosen
         build_many(dict.fromkeys(spec for each in kernels.values() for spec in each.specs))

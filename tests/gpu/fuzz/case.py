@@ -236,10 +236,11 @@ class Kernels:
         return cls(tuple(device.spec(signature, config) for config in found))
 
     @classmethod
-    def drawn(cls, case: Case, device: Device, first: int, count: int) -> Kernels:
+    def drawn(cls, case: Case, device: Device, first: int, count: int, *, few_rows: bool = False) -> Kernels:
         """Choose some of a signature's kernels: the best ones at drawn problems, and then others of the tables.
 
-        They are in an order of their own. After the last one, the first one follows.
+        They are in an order of their own. After the last one, the first one follows. Kernels for few rows take lines
+        of whole pieces alone, so they are for calls of their own.
         """
         signature, problem = case.signature(device)
         rng, found = random.Random(0), dict[Config, None]()
@@ -250,7 +251,7 @@ class Kernels:
             found[decision.config] = None
         every = policies.policy(signature, device).every(problem)
         found |= dict.fromkeys(each.config for each in every)
-        usual = [config for config in found if not config.few_rows]
+        usual = [config for config in found if config.few_rows == few_rows]
         chosen = [usual[at % len(usual)] for at in range(first, first + count)]
         return cls(tuple(device.spec(signature, config) for config in dict.fromkeys(chosen)))
 

@@ -75,6 +75,8 @@ class Family:
         The longest K that is drawn: sums over more may be off by more than the bound.
     exact : Exact, optional
         How results are right to the last bit; by default, they are right within a bound.
+    few_rows : bool
+        Whether drawn kernels are those for few rows.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Family:
     batched: bool = False
     most_k: int = 4096
     exact: Exact | None = None
+    few_rows: bool = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -119,6 +122,7 @@ class Family:
 
     def _extents(self, rng: random.Random) -> tuple[int, int, int]:
         m, n = (_extent(rng, 700) for _ in range(2))
+        m = 1 + m % 40 if self.few_rows else m
         k = _extent(rng, 700)
         if rng.random() < 0.1:
             k = rng.randrange(700, self.most_k + 1)

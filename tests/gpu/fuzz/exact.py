@@ -44,6 +44,14 @@ SIXTEEN_BITS = (
             "FP16, batches, across K": F16,
         },
     ),
+    *(
+        Family(f"BF16, few rows{name}", "bf16", "bf16", "bf16", whole=True, few_rows=True, exact=exact, **more)
+        for name, exact, more in (
+            ("", PLAIN, {}),
+            (", gated", SILU, {"epilogue": composed.swiglu}),
+            (", RMSNorm", NORM, {"epilogue": composed.rms_norm, "most_k": 1024}),
+        )
+    ),
     Family("BF16, gated", "bf16", "bf16", "bf16", epilogue=composed.swiglu, exact=SILU),
     Family("BF16, RMSNorm", "bf16", "bf16", "bf16", epilogue=composed.rms_norm, most_k=1024, exact=NORM),
     Family("FP16, LayerNorm", "f16", "f16", "f16", epilogue=composed.layer_norm, most_k=1024, exact=NORM),

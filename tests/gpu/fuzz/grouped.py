@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -118,6 +118,7 @@ class Rows:
     math: str | None = None
     exact: Exact | None = None
     room: bool = False
+    few_rows: ClassVar[bool] = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -247,6 +248,7 @@ class Weights:
     d: str
     adds: bool = False
     exact: Exact | None = None
+    few_rows: ClassVar[bool] = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
