@@ -103,7 +103,10 @@ def _of_groups(family: Rows) -> Exact:
 GROUPS = (
     *(replace(family, exact=_of_groups(family)) for family in grouped.FAMILIES if isinstance(family, Rows)),
     Rows("BF16, room", "bf16", "bf16", "bf16", exact=PLAIN, room=True),
-    Rows("FP8, room", "e4m3", "e4m3", "bf16", scaled=True, math="promoted", exact=PLAIN, room=True),
+    Rows("FP8, room", "e4m3", "e4m3", "bf16", scales="rows", math="promoted", exact=PLAIN, room=True),
+    Rows("FP8, one scale", "e5m2", "e4m3", "bf16", scales="tensor", math="fast", exact=FAST),
+    Rows("FP8, blocks", "e4m3", "e4m3", "bf16", scales="blocks", exact=BLOCKS),
+    Rows("FP8, blocks, room", "e4m3", "e4m3", "bf16", scales="blocks", exact=BLOCKS, room=True),
 )
 
 # The GEMMs of gradients: of A, of B, and with what is added to them.

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.base import mma
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.trace import Epilogue
 from tests.gpu import oracle
@@ -96,8 +97,8 @@ class Rows:
         What follows.
     formula : callable
         The same in PyTorch.
-    scaled : bool
-        Whether rows of x and columns of each weight have scales.
+    scales : str, optional
+        Of x and all weights: one of the "tensor" each, of "rows" and columns, or of "blocks".
     math : str, optional
         How sums of FP8 are added up.
     exact : Exact, optional
@@ -114,7 +115,7 @@ class Rows:
     aligned_d: bool = True
     epilogue: Epilogue | None = None
     formula: Formula = lambda acc, _: {"d": acc}
-    scaled: bool = False
+    scales: str | None = None
     math: str | None = None
     exact: Exact | None = None
     room: bool = False
@@ -174,7 +175,14 @@ class Rows:
         named = {name: value for name, value in inputs.items() if name in names}
         if "bias" in named and device != "meta" and rng.random() < 0.2:
             named["bias"] = inputs["bias"] = inputs["bias"][0].clone()  # one for all
-        scales = (memory.factors(groups), memory.factors((experts, n)))
+        steps = mma.blocks(k)
+        shapes: dict[str | None, tuple[tuple[int, ...], ...]] = {
+            None: (),
+            "tensor": ((), ()),
+            "rows": (groups, (experts, n)),
+            "blocks": ((*groups, steps), (experts, mma.blocks(n), steps)),
+        }
+        scales = tuple(map(memory.factors, shapes[self.scales]))
         out: dict[str, Placed] = {}
         if device != "meta" and rng.random() < 0.7:
             outputs = ("d",) if self.epilogue is None else (o.name for o in self.epilogue.graph.outputs)
@@ -184,7 +192,7 @@ class Rows:
         named |= {} if self.math is None else {"math": self.math}
         case = Case(
             co.gemm,
-            (x, w, counts.int() if self.room else ends_of(sizes, device), *(scales if self.scaled else ())),
+            (x, w, counts.int() if self.room else ends_of(sizes, device), *scales),
             {**named, "out_dtype": d},
             out,
             dict,
@@ -200,21 +208,26 @@ class Rows:
         x, w = case.arguments[:2]
         used, experts = sum(sizes), len(sizes)
         expert = torch.repeat_interleave(torch.tensor(sizes), output_size=used).to(x.device)
-        x, at = x[own].double(), torch.arange(used, device=x.device)
+        x, w, at = x[own].double(), w.double(), torch.arange(used, device=x.device)
+        scales = [scale.double() for scale in case.arguments[3:]]
+        if self.scales == "blocks":
+            k, n = w.shape[1:]
+            x = x * _wide(scales[0][own], k, -1)
+            w = w * _wide(_wide(scales[1].mT, k, -2), n, -1)
 
         def each(left: Tensor, weights: Tensor) -> Tensor:
-            return (left @ weights.double())[expert, at]
+            return (left @ weights)[expert, at]
 
-        acc, slack = each(x, w), each(x.square(), w.double().square()).sqrt() * case.sums
+        acc, slack = each(x, w), each(x.square(), w.square()).sqrt() * case.sums
         if self.exact is not None:
-            self.exact.require(each(x.abs(), w.double().abs()))
-        if self.scaled:
-            scale_a, scale_b = case.arguments[3:]
-            both = scale_a[own][:, None].double() * scale_b.double()[expert]
+            self.exact.require(each(x.abs(), w.abs()))
+        if self.scales in ("tensor", "rows"):
+            scale_a, scale_b = scales
+            both = scale_a * scale_b if self.scales == "tensor" else scale_a[own][:, None] * scale_b[expert]
             acc, slack = acc * both, slack * both
         bias = inputs["bias"].double().expand(experts, -1)[expert]
         residual, weight = (inputs[name][own].double() for name in ("residual", "weight"))
-        of = Given(bias, residual, each(x, inputs["up"]) if "up" in case.named else bias, weight[:, None])
+        of = Given(bias, residual, each(x, inputs["up"].double()) if "up" in case.named else bias, weight[:, None])
         return moved_by(lambda sums: self.formula(sums, of), acc, slack)
 
     def _refused(self, memory: Memory, case: Case) -> Case:
@@ -326,6 +339,11 @@ class Weights:
         return replace(found, refused=pattern)
 
 
+def _wide(scales: Tensor, length: int, dim: int) -> Tensor:
+    """Return a scale for each value, of those for blocks of 128."""
+    return scales.repeat_interleave(mma.BLOCK_K, dim).narrow(dim, 0, length)
+
+
 def ends_of(sizes: list[int], device: str) -> Tensor:
     """Return where groups end."""
     return torch.tensor(sizes, device=device).cumsum(0).int()
@@ -378,8 +396,8 @@ FAMILIES = (
     Rows("FP16, routed, odd columns", "f16", "f16", "f16", aligned_d=False, epilogue=routed, formula=_routed),
     Rows("BF16, a further output", "bf16", "bf16", "bf16", epilogue=saved, formula=_saved),
     Rows("BF16, gated", "bf16", "bf16", "bf16", epilogue=composed.swiglu, formula=_gated),
-    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scaled=True, math="fast"),
-    Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scaled=True, math="promoted"),
+    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scales="rows", math="fast"),
+    Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scales="rows", math="promoted"),
     Weights("weights' gradients", "bf16", "bf16"),
     Weights("weights' gradients, added up", "bf16", "f32", adds=True),
 )
