@@ -1,0 +1,82 @@
+// Groups of rows, and of K, for Sm90 kernels (grouped.h): what the kernels take, and how a launch gives it.
+
+#pragma once
+
+#include "cutlass_ops/sm90_launch.h"
+
+#include "cutlass_ops/grouped.h"
+
+namespace cutlass_ops {
+
+// Parameters of a main loop or of an epilogue that asks where groups are.
+template <class Base>
+struct WithGroups : Base {
+  RowGroups groups;
+};
+
+// Of the main loop of groups of K.
+template <class Base>
+struct WithGroupsOfK : WithGroups<Base> {
+  Divisor of_group;  // clusters of one group's tiles
+};
+
+// Of an epilogue whose tiles of C and D end with their group (ragged.h).
+template <class Base>
+struct Ragged : Base {
+  TmaCopy tma_load_c{}, tma_store_d{};
+};
+
+constexpr int kRaggedRows = 1 << 30;        // along x; z is as much
+constexpr int kRaggedExtent = 0x7fff0000;   // of y and z, which bound nothing
+constexpr int64_t kRaggedWrap = 1ll << 34;  // elements
+
+// The tiles of one group after the other (sm90_grouped.h).
+template <bool kSwapped>
+struct GroupedOrder : WholeTiles<false> {
+  RowGroups groups;
+  int columns = 0;  // of clusters
+  int active = 0;   // clusters
+
+#if CUTLASS_OPS_HOST
+  GroupedOrder() = default;
+  explicit GroupedOrder(RowGroups const& groups) : groups(groups) {}
+
+  template <class Problem>
+  void fill(Problem const& problem, Shape const& shape, Hardware const& hardware, Order const&, void*) {
+    int const m = shape.m * shape.cluster_m, n = shape.n * shape.cluster_n;
+    int const in_rows = kSwapped ? n : m, in_columns = kSwapped ? m : n;  // of D, that a cluster has
+    columns = ((kSwapped ? problem.m : problem.n) + in_columns - 1) / in_columns;
+    // As many as there can be: each group that has rows may end within a cluster.
+    int const rows = groups.all(), count = std::min(groups.count, rows);
+    int64_t const most = int64_t(count + (rows - count) / in_rows) * columns;
+    active = int(std::max<int64_t>(1, std::min<int64_t>(most, hardware.clusters)));
+  }
+  template <class Problem>
+  dim3 grid(Problem const&, Shape const& shape, Hardware const&) const {
+    return {unsigned(active * shape.cluster_m), unsigned(shape.cluster_n), 1};
+  }
+#endif
+};
+
+#if CUTLASS_OPS_HOST
+
+// The distance between rows, a second time and wrapped around, in the places of those between batches.
+inline Batching twice(int64_t row) {
+  Batching found;
+  found.any = true;
+  found.extents[0] = found.extents[1] = kRaggedExtent;
+  found.apart[0] = row;
+  found.apart[1] = kRaggedWrap - row;
+  return found;
+}
+
+// How TMA copies a tile whose rows end with a group.
+template <class Element, Major kMajor>
+TmaCopy ragged_copy(BatchedMatrix x, int length, int lines) {
+  x.rows = kRaggedRows;
+  return tile_copy<Element, kMajor>(x, twice(kMajor == Major::kRow ? x.ld : 1), length, lines);
+}
+
+#endif
+
+}  // namespace cutlass_ops
