@@ -78,7 +78,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     c_name, c_type = (source[0].name, source[1]) if source else (None, spec.d)
     return values | {
         "starts": (_WAITS_LATE if taken == "ahead" and plain else _OVERLAPS) if overlaps else None,
-        "overlaps": flag(overlaps),
+        # CUTLASS's reductions count in memory that is cleared before each launch.
+        "overlaps": flag(overlaps and (plain or not reductions)),
         "launched": _launched(spec, reductions, copier["header"] if copies else "", taken),
         "library": _library(spec, plain, taken),
         "instruction": loop.instruction(spec),
@@ -159,7 +160,7 @@ def _launched(spec: KernelSpec, reductions: Aliases, copier: str, taken: str | N
         "sm90_stream_k": config_of(spec).scheduler == "stream_k",
         "sm90_launch": True,
         "sm90_grouped_launch": spec.form in WRAPPED,
-        "rows": taken == "ahead",
+        "rows": bool(spec.epilogue.gathered),
         "rows_beside": taken == "beside",
         "results": bool(reductions),
         copier: bool(copier),

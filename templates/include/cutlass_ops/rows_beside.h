@@ -38,7 +38,7 @@ struct Vector<Awaited> {
 // Finds memory for a launch. A tile of rows has as many readers as there are tiles of D along the other side, rounded up to
 // whole clusters. `transposed`: whether A's rows are the kernel's columns.
 template <class What, class Element, class Problem>
-cudaError_t share_rows(RowsToShare<Element>& rows, Problem const& problem, Shape const& shape, bool transposed,
+cudaError_t share_rows(RowsToShare<Element>& rows, Problem const& problem, Geometry const& shape, bool transposed,
                        Preparing const& preparing) {
   constexpr int kMeans = What::kCount;
   int const down = shape.clusters_down(problem.m) * shape.cluster_m;

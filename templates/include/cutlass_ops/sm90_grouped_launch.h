@@ -30,6 +30,32 @@ constexpr int kRaggedRows = 1 << 30;        // along x; z is as much
 constexpr int kRaggedExtent = 0x7fff0000;   // of y and z, which bound nothing
 constexpr int64_t kRaggedWrap = 1ll << 34;  // elements
 
+#if CUTLASS_OPS_HOST
+
+// Reads the arguments of one call: A, B, D with a matrix for each group, where groups end, and what the epilogue reads and
+// writes, as for batches.
+class RaggedKOperands : public BatchedOperands {
+ public:
+  explicit RaggedKOperands(Call& call) : BatchedOperands(call) {}
+
+  Problem problem(BatchedMatrix const& a, BatchedMatrix const& b, BatchedMatrix const& d) {
+    found_ = ~0u;  // only D has a dimension of groups
+    Problem const p = BatchedOperands::problem(a, b, d);
+    if (rank_ != 1 || p.k > kRaggedRows) fail_shape(0);
+    return p;
+  }
+
+  template <class Element = int32_t>  // of which a kernel's source says what DLPack calls it
+  RowGroups groups(Problem p) {
+    expect_none();
+    RowGroups const found{vector<Element>(p.count).values, p.count, p.k};
+    expect(p.count);
+    return found;
+  }
+};
+
+#endif  // CUTLASS_OPS_HOST
+
 // The tiles of one group after the other (sm90_grouped.h).
 template <bool kSwapped>
 struct GroupedOrder : WholeTiles<false> {
@@ -42,7 +68,7 @@ struct GroupedOrder : WholeTiles<false> {
   explicit GroupedOrder(RowGroups const& groups) : groups(groups) {}
 
   template <class Problem>
-  void fill(Problem const& problem, Shape const& shape, Hardware const& hardware, Order const&, void*) {
+  void fill(Problem const& problem, Geometry const& shape, Hardware const& hardware, Order const&, void*) {
     int const m = shape.m * shape.cluster_m, n = shape.n * shape.cluster_n;
     int const in_rows = kSwapped ? n : m, in_columns = kSwapped ? m : n;  // of D, that a cluster has
     columns = ((kSwapped ? problem.m : problem.n) + in_columns - 1) / in_columns;
@@ -52,7 +78,7 @@ struct GroupedOrder : WholeTiles<false> {
     active = int(std::max<int64_t>(1, std::min<int64_t>(most, hardware.clusters)));
   }
   template <class Problem>
-  dim3 grid(Problem const&, Shape const& shape, Hardware const&) const {
+  dim3 grid(Problem const&, Geometry const& shape, Hardware const&) const {
     return {unsigned(active * shape.cluster_m), unsigned(shape.cluster_n), 1};
   }
 #endif

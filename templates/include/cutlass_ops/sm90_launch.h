@@ -241,7 +241,7 @@ struct Order {
 };
 
 // What a source says of a kernel: its tile, its cluster, and what a thread block has.
-struct Shape {
+struct Geometry {
   int m, n, k, cluster_m, cluster_n, threads, stages, shared_memory;
 
   constexpr int cluster() const { return cluster_m * cluster_n; }
@@ -280,7 +280,7 @@ struct OrderedParams : WholeTiles<true> {
 
 #if CUTLASS_OPS_HOST
   template <class Problem>
-  void fill(Problem const& problem, Shape const& shape, Hardware const& hardware, Order const& wanted, void*) {
+  void fill(Problem const& problem, Geometry const& shape, Hardware const& hardware, Order const& wanted, void*) {
     int const rows = shape.clusters_down(problem.m), columns = shape.clusters_across(problem.n);
     bool const along_n = wanted.raster == 0 ? columns <= rows : wanted.raster == 2;
     int const across = along_n ? rows : columns, along = along_n ? columns : rows;
@@ -304,7 +304,7 @@ struct OrderedParams : WholeTiles<true> {
 
   // One row of clusters: hardware numbers clusters along x.
   template <class Problem>
-  dim3 grid(Problem const&, Shape const& shape, Hardware const&) const {
+  dim3 grid(Problem const&, Geometry const& shape, Hardware const&) const {
     return {unsigned(order.active * shape.cluster_m), unsigned(shape.cluster_n), 1};
   }
 
@@ -447,7 +447,7 @@ constexpr int kByGpc = 4;
 // Schedulers of kernels that take none as a parameter: a thread block for each tile, or several of a cluster.
 struct EachTile : WholeTiles<false> {
   template <class Problem>
-  dim3 grid(Problem const& problem, Shape const& shape, Hardware const&) const {
+  dim3 grid(Problem const& problem, Geometry const& shape, Hardware const&) const {
     int batches = 1;
     for (int each : problem.batches) batches *= each;
     return {unsigned(shape.clusters_down(problem.m) * shape.cluster_m),
@@ -456,7 +456,7 @@ struct EachTile : WholeTiles<false> {
 };
 struct SplitTile : WholeTiles<false> {
   template <class Problem>
-  dim3 grid(Problem const& problem, Shape const& shape, Hardware const&) const {
+  dim3 grid(Problem const& problem, Geometry const& shape, Hardware const&) const {
     return {unsigned(shape.cluster_m), unsigned((problem.m + shape.m - 1) / shape.m),
             unsigned((problem.n + shape.n - 1) / shape.n)};
   }
@@ -468,7 +468,7 @@ struct InWorkspace {
   bool of_columns;
   int64_t each, tiles, results;  // results of a tile, tiles of D, and tiles with results of their own
 
-  InWorkspace(bool of_columns, Problem const& problem, int m, int n, Shape const& shape) : of_columns(of_columns) {
+  InWorkspace(bool of_columns, Problem const& problem, int m, int n, Geometry const& shape) : of_columns(of_columns) {
     int64_t const down = (m + shape.m - 1) / shape.m, across = (n + shape.n - 1) / shape.n;
     each = of_columns ? shape.n : shape.m;
     tiles = down * across * problem.count;
@@ -501,7 +501,7 @@ template <class... Parts>
 void set_workspace(CooperativeParams<Parts...>& params, void* workspace) { params.workspace = workspace; }
 
 // `Gemm` is what a rendered file defines:
-//   Params; static void const* kernel(); static constexpr Shape kShape;
+//   Params; static void const* kernel(); static constexpr Geometry kShape;
 //   static constexpr bool kOverlaps;                    whether thread blocks may start before the kernel before has ended
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static auto extents(Problem const&);                in the kernel's orientation
@@ -514,7 +514,7 @@ template <class Gemm>
 struct Sm90Entry {
   using Operands = typename Gemm::Operands;
   using Scheduler = typename Gemm::Scheduler;
-  static constexpr Shape kShape = Gemm::kShape;
+  static constexpr Geometry kShape = Gemm::kShape;
   static constexpr int kMaxGridZ = 65535;
 
   static cudaError_t launch(Call& call, int& status) {

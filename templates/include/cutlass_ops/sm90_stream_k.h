@@ -17,7 +17,7 @@ struct StreamKOrder : cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90
 
 #if CUTLASS_OPS_HOST
   template <class Problem>
-  static int64_t workspace_bytes(Problem const& problem, Shape const& shape, Hardware const& hardware, Order const& order) {
+  static int64_t workspace_bytes(Problem const& problem, Geometry const& shape, Hardware const& hardware, Order const& order) {
     size_t const bytes = get_workspace_size(coord(problem), tile(shape), cluster(shape), known(hardware), kSplits, order.swizzle,
                                             raster(order), DecompositionMode::Heuristic, ReductionMode::Deterministic,
                                             kWarpgroups, kBits, kBits, kSteps, 1);
@@ -25,7 +25,7 @@ struct StreamKOrder : cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90
   }
 
   template <class Problem>
-  static cudaError_t clear(void* workspace, Problem const& problem, Shape const& shape, Hardware const& hardware,
+  static cudaError_t clear(void* workspace, Problem const& problem, Geometry const& shape, Hardware const& hardware,
                            Order const& order, cudaStream_t stream) {
     auto const status = initialize_workspace(workspace, stream, coord(problem), tile(shape), cluster(shape), known(hardware),
                                              kSplits, order.swizzle, raster(order), DecompositionMode::Heuristic,
@@ -34,13 +34,13 @@ struct StreamKOrder : cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90
   }
 
   template <class Problem>
-  void fill(Problem const& problem, Shape const& shape, Hardware const& hardware, Order const& order, void* workspace) {
+  void fill(Problem const& problem, Geometry const& shape, Hardware const& hardware, Order const& order, void* workspace) {
     initialize(coord(problem), tile(shape), cluster(shape), known(hardware), kSplits, order.swizzle, raster(order),
                ReductionMode::Deterministic, DecompositionMode::Heuristic, workspace, kSteps);
   }
 
   template <class Problem>
-  dim3 grid(Problem const& problem, Shape const& shape, Hardware const& hardware) const {
+  dim3 grid(Problem const& problem, Geometry const& shape, Hardware const& hardware) const {
     auto const order = raster_order_ == RasterOrder::AlongN ? RasterOrderOptions::AlongN : RasterOrderOptions::AlongM;
     return get_grid_shape(coord(problem), tile(shape), cluster(shape), known(hardware), 1 << log_swizzle_size_, order);
   }
@@ -51,8 +51,8 @@ struct StreamKOrder : cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90
 
   template <class Problem>
   static cutlass::gemm::BatchedGemmCoord coord(Problem const& problem) { return {problem.m, problem.n, problem.k, 1}; }
-  static Coord tile(Shape const& shape) { return {shape.m, shape.n, shape.k}; }
-  static Coord cluster(Shape const& shape) { return {shape.cluster_m, shape.cluster_n, 1}; }
+  static Coord tile(Geometry const& shape) { return {shape.m, shape.n, shape.k}; }
+  static Coord cluster(Geometry const& shape) { return {shape.cluster_m, shape.cluster_n, 1}; }
   static cutlass::KernelHardwareInfo known(Hardware const& hardware) {
     return {hardware.device, hardware.multiprocessors, hardware.clusters};
   }
