@@ -430,7 +430,7 @@ def _extents(spec: KernelSpec) -> str:
     return f"{{{first}, {second}, p.k, {'1' if spec.form == DENSE else 'p.inner, p.count / p.inner'}}}"
 
 
-def _params(spec: KernelSpec, nodes: list[str]) -> dict[str, str]:
+def _params(spec: KernelSpec, nodes: list[str]) -> dict[str, Any]:
     """Spell the types of the kernel's parameters, and what a launch knows of the order of tiles."""
     config, plain, grouped = config_of(spec), serving.plain_epilogue(spec), spec.form == GROUPED
     by_warps = footprint.quantized_by_warps(spec)
@@ -443,16 +443,17 @@ def _params(spec: KernelSpec, nodes: list[str]) -> dict[str, str]:
         epilogue = f"cutlass_ops::{around}<{epilogue}>" if wanted else epilogue
     problem = f"cutlass_ops::Extents<{1 if spec.form == DENSE else 2}>"
     parts = [problem, "MainloopParams", "EpilogueParams"]
-    kind = "Cooperative" if config.schedule == "cooperative" else "Pingpong"
-    if config.split_k > 1 or not config.ordered and config.scheduler != "stream_k":
-        kind = "Tile"
-    else:
+    ordered = config.split_k == 1 and (config.ordered or config.scheduler == "stream_k")
+    kind = "Tile"
+    if ordered:
+        kind = "Cooperative" if config.schedule == "cooperative" else "Pingpong"
         parts.append("Scheduler")
     return {
         "problem": problem,
         "mainloop": loop_of(spec).params(spec),
         "epilogue": epilogue,
         "scheduler": _order(spec),
+        "ordered": ordered,
         "type": f"cutlass_ops::{kind}Params<{', '.join(parts)}>",
     }
 
