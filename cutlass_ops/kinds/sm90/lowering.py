@@ -46,6 +46,9 @@ _WAITS_LATE = {
 # What a launch gives to what takes means of A's rows.
 _ROWS = {"ahead": "RowsToRead", "beside": "RowsToShare"}
 
+# Of the headers that few kernels need, that of values with launch arguments.
+_SHARED = ("cutlass_ops/random.h",)
+
 # What copies operands: as they lie, if TMA cannot read them, or along K, if wgmma reads no other lines.
 _REALIGNED = {
     "header": "realign",
@@ -125,7 +128,10 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         },
         "grouped": spec.form == GROUPED,
         "means_ahead": taken == "ahead",
-        "headers": _headers(values["headers"]),
+        "headers": {
+            "shared": ["cutlass_ops/places.h"] * bool(lowered.places) + [h for h in values["headers"] if h in _SHARED],
+            "device": [h for h in values["headers"] if h not in _SHARED],
+        },
         "params": _params(spec, [n.params for n in nodes]),
         "kernels_before": _kernels_before(copier["kernel"] if copies else "", taken),
         "matrix": "cutlass_ops::Matrix" if spec.form == DENSE else "cutlass_ops::BatchedMatrix",
@@ -193,14 +199,6 @@ def _library(spec: KernelSpec, plain: bool, taken: str | None) -> list[str]:
     }
     names = (*(name for name, wanted in headers.items() if wanted), *loop_of(spec).headers)
     return [name if "/" in name else f"cutlass_ops/{name}.h" for name in names]
-
-
-# Headers of functions that few kernels need, of which the host knows those of values that a launch gives.
-_SHARED = ("cutlass_ops/random.h",)
-
-
-def _headers(few: list[str]) -> dict[str, list[str]]:
-    return {"shared": [name for name in few if name in _SHARED], "device": [name for name in few if name not in _SHARED]}
 
 
 # ---- Work before the GEMM --------------------------------------------------------------------------------------------
