@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from fake_toolkit import FFMA, FakeToolkit, library, sm80_spec, sm90_spec
 
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError
 from cutlass_ops.compilation.builder import build_artifact, build_together
-from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.kinds import render
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4)]

@@ -133,7 +133,8 @@ class Loop:
                 place = "o.problem.k, cutlass_ops::batching(o.problem, o.{0})"
                 if spec.form == RAGGED_K:
                     place = "cutlass_ops::kRaggedRows, cutlass_ops::twice(o.{0}.ld)"
-                lines.append(f"mainloop.{to} = side_{side}.encoded(o.{of}, mainloop.rows_{side}, {place.format(of)});")
+                given = f"o.{of}, mainloop.rows_{side}, {place.format(of)}"
+                lines.append(f"mainloop.{to} = side_{side}.encoded({given});")
         lines += [
             "mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();",
             "mainloop.inverse_k = 1.0f / float(o.problem.k);",
@@ -148,7 +149,8 @@ class Loop:
         if spec.form in WRAPPED:
             lines.append("mainloop.groups = o.groups;")
         if spec.form == RAGGED_K:
-            tiles = "kShape.clusters_down(o.problem.m) * kShape.clusters_across(o.problem.n)"
+            m, n = "nm" if swapped(spec) else "mn"
+            tiles = f"kShape.clusters_down(o.problem.{m}) * kShape.clusters_across(o.problem.{n})"
             lines.append(f"mainloop.of_group = cutlass_ops::Divisor({tiles});")
         return lines
 

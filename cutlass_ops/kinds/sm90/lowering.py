@@ -217,9 +217,10 @@ def _reductions(spec: KernelSpec) -> Aliases:
         if plain:
             kept, down = footprint.kept(group).size, part_m // WGMMA.m * 4
             numbers = (tile.n, tile.m, 1, down * sides) if by_columns else (tile.m, tile.n, sides, down)
-            count = "problem.n, problem.m" if first.kind is Kind.ROW else "problem.m, problem.n"
+            count, extent = ("problem.n", "problem.m") if first.kind is Kind.ROW else ("problem.m", "problem.n")
             how = f"cutlass_ops::Reducing{{{', '.join(map(str, numbers))}, {kept}}}"
-            bytes_of, take = f"{how}.parts_bytes({count})", f"{how}.share<{at}>(o.{parts_of(first)}, o.{count.replace(' ', ' o.')}, preparing)"
+            bytes_of = f"{how}.parts_bytes({count}, {extent})"
+            take = f"{how}.share<{at}>(o.{parts_of(first)}, o.{count}, o.{extent}, preparing)"
             check = f"sizeof(Reduce_{first.name}::State) == {kept}"
         else:
             how = f"cutlass_ops::InWorkspace({flag(by_columns)}, {{0}}problem, {{0}}{m}, {{0}}{n}, kShape)"
@@ -294,7 +295,8 @@ def _prepares(spec: KernelSpec, reductions: Aliases, copies: Aliases, taken: str
     if taken == "beside":
         statements = [
             "o.rows = {cutlass_ops::rows_of<ElementA>(o.a, o.problem), {}};",
-            f"return cutlass_ops::share_rows<WhichMeans>(o.rows, extents(o.problem), kShape, {_swapped(spec)}, preparing);",
+            "return cutlass_ops::share_rows<WhichMeans>(",
+            f"    o.rows, extents(o.problem), kShape, {_swapped(spec)}, preparing);",
         ]
     return {
         "scratch": " + ".join(scratch) or "0",
@@ -466,9 +468,12 @@ def _order(spec: KernelSpec) -> str:
         return "cutlass_ops::SplitTile"
     if not config.ordered:
         return "cutlass_ops::EachTile"
-    if spec.form == GROUPED:
-        return f"cutlass_ops::GroupedOrder<{_swapped(spec)}>"
-    return f"cutlass_ops::OrderedParams<{flag(spec.form != DENSE)}>"
+    return {
+        DENSE: "cutlass_ops::OrderedParams<false>",
+        BATCHED: "cutlass_ops::OrderedParams<true>",
+        GROUPED: f"cutlass_ops::GroupedOrder<{_swapped(spec)}>",
+        RAGGED_K: "cutlass_ops::RaggedKOrder",
+    }[spec.form]
 
 
 def _fill_epilogue(spec: KernelSpec, plain: bool, c_name: str | None) -> list[str]:
@@ -476,7 +481,8 @@ def _fill_epilogue(spec: KernelSpec, plain: bool, c_name: str | None) -> list[st
     ragged, (rows, columns) = spec.form == GROUPED and plain, footprint.epilogue_tile(spec)
     lines = []
     if c_name:
-        copy = tile_copy(spec, c_name, f"Element_{c_name}", dict((i.name, o) for i, o in spec.typed_inputs)[c_name], ragged=ragged)
+        c = next(operand for given, operand in spec.typed_inputs if given.name == c_name)
+        copy = tile_copy(spec, c_name, f"Element_{c_name}", c, ragged=ragged)
         lines.append(f"epilogue.tma_load_c = {copy};")
     if spec.d.aligned:
         lines.append(f"epilogue.tma_store_d = {tile_copy(spec, 'd', 'ElementD', spec.d, ragged=ragged)};")

@@ -221,8 +221,8 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
         return Visitor(name, visitor, f"{{{copy}}}", aliases=(stride, descriptor), params=params)
     visitor = f"fusion::Sm90AuxLoad<0, void, {element}, {layout}, void, void, {operand.alignment}, false>"
     lines, distances = _lines(spec, leaf)
-    arguments, params = f"{{o.{leaf}.ptr<{element}>(), {{}}, {distances}}}", f"cutlass_ops::ReadTile<{element}, {lines}>"
-    return Visitor(name, visitor, arguments, params=params)
+    arguments = f"{{o.{leaf}.ptr<{element}>(), {{}}, {distances}}}"
+    return Visitor(name, visitor, arguments, params=f"cutlass_ops::ReadTile<{element}, {lines}>")
 
 
 def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: bool) -> Visitor:
@@ -267,7 +267,8 @@ def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Visitor
     if plain:
         by_columns, sides = oriented(spec, operand).major == "col", 2 if _config(spec).side_by_side else 1
         given = f"{part_shape(spec)}, EpilogueTile, {element}, {flag(by_columns)}, {sides}"
-        return Visitor(f"Store_{name}", f"cutlass_ops::TileOutput<{given}>", f"o.{name}", (value,), params="cutlass_ops::Matrix")
+        visitor = f"cutlass_ops::TileOutput<{given}>"
+        return Visitor(f"Store_{name}", visitor, f"o.{name}", (value,), params="cutlass_ops::Matrix")
     descriptor = (
         f"using Descriptor_{name} = cutlass::epilogue::collective::detail::AuxStoreDescriptor<"
         f"EpilogueDescriptor, {layout}, {element}>;"
@@ -284,9 +285,7 @@ def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Visitor
     )
 
 
-def _direct_store(
-    spec: KernelSpec, name: str, element: str, layout: str, alignment: str, value: int
-) -> Visitor:
+def _direct_store(spec: KernelSpec, name: str, element: str, layout: str, alignment: str, value: int) -> Visitor:
     """Store from registers, for tensors that the bulk copy engine cannot address."""
     lines, distances = _lines(spec, name)
     return Visitor(

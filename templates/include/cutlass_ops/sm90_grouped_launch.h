@@ -56,6 +56,11 @@ class RaggedKOperands : public BatchedOperands {
 
 #endif  // CUTLASS_OPS_HOST
 
+// The tiles of batches (sm90_ragged_k.h), of which none is placed by GPC.
+struct RaggedKOrder : OrderedParams<true> {
+  static constexpr bool kOrdered = false;
+};
+
 // The tiles of one group after the other (sm90_grouped.h).
 template <bool kSwapped>
 struct GroupedOrder : WholeTiles<false> {

@@ -200,7 +200,7 @@ struct CooperativeParams {
   Epilogue epilogue{};
   Hardware hw_info{};
   Scheduler scheduler{};
-  void* workspace = nullptr;
+  void* workspace = nullptr;  // which the kernel does not read
 };
 
 // A kernel as the host knows it.
@@ -486,20 +486,6 @@ struct InWorkspace {
   }
 };
 
-// Puts a scheduler where a kernel takes it, if it does.
-template <class Params, class Scheduler>
-void schedule(Params& params, Scheduler const& scheduler, Hardware const& hardware, void* workspace) {
-  if constexpr (!std::is_empty_v<Scheduler>) {
-    params.hw_info = hardware;
-    params.scheduler = scheduler;
-    set_workspace(params, workspace);
-  }
-}
-template <class... Parts>
-void set_workspace(PingpongParams<Parts...>&, void*) {}
-template <class... Parts>
-void set_workspace(CooperativeParams<Parts...>& params, void* workspace) { params.workspace = workspace; }
-
 // `Gemm` is what a rendered file defines:
 //   Params; static void const* kernel(); static constexpr Geometry kShape;
 //   static constexpr bool kOverlaps;                    whether thread blocks may start before the kernel before has ended
@@ -560,7 +546,10 @@ struct Sm90Entry {
     descriptor_error() = CUDA_SUCCESS;
     typename Gemm::Params params{};
     params.problem_shape = extents;
-    schedule(params, scheduler, hardware, own);
+    if constexpr (!std::is_empty_v<Scheduler>) {
+      params.hw_info = hardware;
+      params.scheduler = scheduler;
+    }
     Gemm::fill(params, operands);
     // The runtime numbers the driver's errors as the driver does.
     if (descriptor_error() != CUDA_SUCCESS) return cudaError_t(descriptor_error());

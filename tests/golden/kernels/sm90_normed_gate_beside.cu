@@ -198,7 +198,8 @@ struct Gemm {
   static int64_t scratch_bytes(cutlass_ops::Problem) { return 0; }
   static cudaError_t prepare(Operands& o, cutlass_ops::Preparing& preparing) {
     o.rows = {cutlass_ops::rows_of<ElementA>(o.a, o.problem), {}};
-    return cutlass_ops::share_rows<WhichMeans>(o.rows, extents(o.problem), kShape, true, preparing);
+    return cutlass_ops::share_rows<WhichMeans>(
+        o.rows, extents(o.problem), kShape, true, preparing);
   }
 };
 
