@@ -5,19 +5,21 @@
     python benchmarks/regret.py --families fp8_rows --list    # counts what an H200 would compile, without a GPU
 
 Problems are drawn: a weight of a public model, and a number of rows from 1 to 8192 with equal probability on each
-scale. At each, the kernel that a call takes races the first `--first` of the whole space by the model, compiled here,
-all checked against FP64. Each row: {"family", "m", "n", "k", "chosen", "chosen_us", "best", "best_us", "regret",
-"kernels": [[name, measured us, predicted us, bytes of spill stores], ...]}. The regret is chosen / best, as a median
-over rounds.
+scale. At each, the kernel that a call takes races the first `--first` of the whole space by the model and its errors
+nearby, compiled here, all checked against FP64. Each row: {"family", "m", "n", "k", "chosen", "chosen_us", "best",
+"best_us", "regret", "kernels": [[name, measured us, predicted us, bytes of spill stores], ...]}. The regret is
+chosen / best, as a median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,13 @@ import cutlass_ops as co
 from cutlass_ops.artifacts import loader
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.gpus import gpu_named
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spelling import problems_of
+from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.operand.call import call_at, device_of, signature_of
 from cutlass_ops.run import named
 from cutlass_ops.tuner.trial import Trial
@@ -82,23 +85,24 @@ def drawn(seed: int, count: int) -> list[Problem]:
 
 
 def entrants(
-    signature: OpSignature, problem: Problem, first: int, device: Device
+    signature: OpSignature, problem: Problem, first: int, beside: Collection[str], device: Device
 ) -> tuple[Ordered, dict[Ordered, float]]:
-    """Return what a call takes, and all that race with their predicted times, that included."""
+    """Return what a call takes, and all that race with their predicted times, that included and those named."""
     decision = dispatch.decide(signature, device, problem)
     assert decision is not None, f"nothing serves {signature}"
     chosen = Ordered(decision.config, decision.order)
-    others: Sequence[Config] = space.ranked(signature, problem, first, device)
-    policy = policies.policy(signature, device).with_further(others)
-    known = {c.config: c for c in policy.every(problem, [decision.config, *others])}
+    every = policies.policy(signature, device).with_further(space.usual(signature, device).configs).every(problem)
+    known = {c.config: c for c in every}
+    general = [c for c in every if kind_of(c.config).general]
+    others = [*general[:first], *(c for c in every if c.config.slug in beside)]
     found = {chosen: known[chosen.config].microseconds}
-    return chosen, found | {c.ordered: c.microseconds for c in known.values() if c.config != chosen.config}
+    return chosen, found | {c.ordered: c.microseconds for c in others if c.config != chosen.config}
 
 
-def race(signature: OpSignature, problem: Problem, first: int, rounds: int) -> dict[str, Any]:
+def race(signature: OpSignature, problem: Problem, first: int, beside: Collection[str], rounds: int) -> dict[str, Any]:
     """Race a problem's kernels, which are in the store; return a row."""
     device = torch.device("cuda", 0)
-    chosen, predicted = entrants(signature, problem, first, device_of(device))
+    chosen, predicted = entrants(signature, problem, first, beside, device_of(device))
     trial, wrong, spills = Trial(signature, problem, device), {}, {}
     for ordered in predicted:
         spec = device_of(device).spec(signature, ordered.config)
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=30, help="kernels of the space")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--problems", nargs="+", type=problems_of, help="these instead of drawn ones")
+    parser.add_argument("--beside", type=Path, help="an earlier result, whose choices race too")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=1e9, help="stop racing after this many seconds")
     parser.add_argument("--list", action="store_true", help="only count kernels, for an H200")
@@ -158,7 +163,13 @@ def main() -> None:
     asked = [p for each in args.problems for p in each] if args.problems else drawn(args.seed, args.each)
     device = gpu_named("H200") if args.list else device_of(torch.device("cuda", 0))
     cases = [(family, p, FAMILIES[family](p, device)) for family in args.families for p in asked]
-    wanted = [device.spec(s, o.config) for _, p, s in cases for o in entrants(s, p, args.first, device)[1]]
+    before = json.loads(args.beside.read_text())["rows"] if args.beside else []
+    named = collections.defaultdict(set)
+    for row in before:
+        named[row["family"], row["m"], row["n"], row["k"]].add(row["chosen"])
+    beside = [named[(family, *p.extents)] for family, p, _ in cases]
+    each = [entrants(s, p, args.first, b, device)[1] for (_, p, s), b in zip(cases, beside, strict=True)]
+    wanted = [device.spec(s, o.config) for (_, _, s), found in zip(cases, each, strict=True) for o in found]
     wanted = list(dict.fromkeys(wanted))
     print(f"{len(cases)} problems, {len(wanted)} kernels", flush=True)
     if args.list:
@@ -168,12 +179,12 @@ def main() -> None:
     build_many(wanted)
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for family, problem, signature in cases:
+    for (family, problem, signature), also in zip(cases, beside, strict=True):
         if time.monotonic() - began > args.limit:
             print(f"stopped at the limit: {len(rows)} of {len(cases)} problems")
             break
         m, n, k = problem.extents
-        row = {"family": family, "m": m, "n": n, "k": k, **race(signature, problem, args.first, args.rounds)}
+        row = {"family": family, "m": m, "n": n, "k": k, **race(signature, problem, args.first, also, args.rounds)}
         rows.append(row)
         print({name: of for name, of in row.items() if name != "kernels"}, flush=True)
         torch.cuda.empty_cache()

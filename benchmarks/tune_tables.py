@@ -46,6 +46,7 @@ import transformer_block
 _SETS = (
     "grid",
     "tuning",
+    "further",
     "norms",
     "gates",
     "residuals",

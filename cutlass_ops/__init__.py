@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.operand.results import RowStatistic
     from cutlass_ops.run.gemm import gemm
+    from cutlass_ops.run.packed import Packed
+    from cutlass_ops.run.sparse import Sparse, sparsify
     from cutlass_ops.run.traced import recompute
     from cutlass_ops.run.values import Groups, Scaled
 
@@ -106,7 +108,9 @@ _MODULES = {
         "gemm_residual",
     ),
     "run.norms": ("gemm_residual_rms", "layernorm_gemm", "rmsnorm_gemm"),
+    "run.packed": ("Packed",),
     "run.preparing": ("prepare_launch", "warm_up"),
+    "run.sparse": ("Sparse", "sparsify"),
     "operand.results": ("RowStatistic",),
     "run.traced": ("recompute",),
     "run.values": ("Groups", "Scaled"),
@@ -133,6 +137,7 @@ __all__ = [
     "Integer",
     "KernelSpec",
     "Operand",
+    "Packed",
     "Product",
     "Row",
     "RowStatistic",
@@ -140,6 +145,7 @@ __all__ = [
     "Scaled",
     "Sm80Config",
     "Sm90Config",
+    "Sparse",
     "ThreadblockShape",
     "Tile",
     "TileOrder",
@@ -173,6 +179,7 @@ __all__ = [
     "registry",
     "rmsnorm_gemm",
     "source",
+    "sparsify",
     "tune",
     "types",
     "unpatch",

@@ -6,6 +6,7 @@ from cutlass_ops.artifacts.bundle import Bundle
 from cutlass_ops.epilogue import Reduction, Value
 from cutlass_ops.kinds.gemv.config import GemvConfig
 from cutlass_ops.kinds.legality import Violation
+from cutlass_ops.kinds.packed.config import PackedRowsConfig
 from cutlass_ops.kinds.pointwise.config import PointwiseConfig
 from cutlass_ops.kinds.small.config import SmallConfig
 from cutlass_ops.operand.results import Outputs, QuantizedResidualRms, ResidualRms
@@ -27,6 +28,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Outputs",
+    "PackedRowsConfig",
     "PointwiseConfig",
     "PreparedWeight",
     "QuantizedResidualRms",

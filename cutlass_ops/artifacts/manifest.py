@@ -291,7 +291,7 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     _require_own(own, fields["config"], "a configuration")
     _require_sizes(own)
     opcodes = checked_json.mapping(fields["sass"], "sass", None)
-    if not set(opcodes) <= set(sass.OPCODES.values()):
+    if not set(opcodes) <= sass.COUNTED:
         raise ConfigError("sass names an unknown instruction")
     functions = checked_json.sequence(fields["resources"], "resources", _MAX_FUNCTIONS)
     return KernelRecord(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 # DLPack's type codes (dlpack.h, DLDataTypeCode).
 _DL_INT = 0
+_DL_UINT = 1
 _DL_FLOAT = 2
 _DL_BFLOAT = 4
 _DL_FLOAT8_E4M3FN = 10
@@ -55,6 +56,23 @@ f64 = DType("f64", 64, "double", "float64", _DL_FLOAT)
 # A type of A and B, whose products are added up as i32, and then of D as well, which saturates.
 i8 = DType("i8", 8, "int8_t", "int8", _DL_INT)
 
+# Types of B whose numbers have 4 bits, two in a byte: whole numbers from -8 to 7, those from 0 to 15 less a zero point,
+# and FP4. Tensors have them in the order of operand/packing.py.
+i4 = DType("i4", 4, "cutlass_ops::Int4", "uint8", _DL_UINT)
+u4 = DType("u4", 4, "cutlass_ops::Uint4", "uint8", _DL_UINT)
+e2m1 = DType("e2m1", 4, "cutlass_ops::E2M1", "uint8", _DL_UINT)
+PACKED: tuple[DType, ...] = (i4, u4, e2m1)
+
+# Types of B of which two of each four elements along K are stored, and the others are 0. Bits are those stored for an
+# element of the matrix, without metadata.
+bf16s = DType("bf16s", 8, "cutlass_ops::TwoOfFour<cutlass::bfloat16_t>", "bfloat16", _DL_BFLOAT)
+f16s = DType("f16s", 8, "cutlass_ops::TwoOfFour<cutlass::half_t>", "float16", _DL_FLOAT)
+e4m3s = DType("e4m3s", 4, "cutlass_ops::TwoOfFour<cutlass::float_e4m3_t>", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
+i8s = DType("i8s", 4, "cutlass_ops::TwoOfFour<int8_t>", "int8", _DL_INT)
+SPARSE: tuple[DType, ...] = (bf16s, f16s, e4m3s, i8s)
+# Bytes of metadata: where the stored elements are.
+u8 = DType("u8", 8, "uint8_t", "uint8", _DL_UINT)
+
 # Types of a reduction's indices, of sums of products of i8, and of seeds.
 i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
 i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
@@ -64,7 +82,7 @@ ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
 # Types of operands: of A and B, and of an epilogue's inputs and outputs.
-DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8)
+DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8, *PACKED, *SPARSE, u8)
 # Element types of tensors.
 HELD: tuple[DType, ...] = (*ALL, f64, i8, i32)
 # Types that an epilogue reads, reduces to, stores as (M, N), and rounds values to.
@@ -94,6 +112,7 @@ NAMES |= {
     "double": f64,
     "i8": i8,
     "int8": i8,
+    **{t.name: t for t in (*PACKED, *SPARSE, u8)},
 }
 
 

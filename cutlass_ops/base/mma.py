@@ -10,7 +10,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
-from cutlass_ops.base.dtypes import FP8, READ, STORED, DType, bf16, f16, f32, f64, i8, i32, tf32, tf32x3
+from cutlass_ops.base.dtypes import (
+    FP8,
+    PACKED,
+    READ,
+    SPARSE,
+    STORED,
+    DType,
+    bf16,
+    bf16s,
+    e4m3,
+    e4m3s,
+    f16,
+    f16s,
+    f32,
+    f64,
+    i8,
+    i8s,
+    i32,
+    tf32,
+    tf32x3,
+)
 
 Block = tuple[int, int]
 Scaling = tuple[Block | None, Block | None]  # of A and of B; None without scales
@@ -67,7 +87,7 @@ class MmaSpec:
     @property
     def scalings(self) -> tuple[Scaling, ...]:
         """Blocks of A and of B whose scales some main loop applies."""
-        return tuple(blocks for unit in self.units for blocks in unit.scalings)
+        return tuple(dict.fromkeys(blocks for unit in self.units for blocks in unit.scalings))
 
     @property
     def promotes(self) -> bool:
@@ -78,6 +98,16 @@ class MmaSpec:
     def bits(self) -> int:
         """Size of an element of A and of B in bits."""
         return self.a.bits
+
+    @property
+    def packed(self) -> bool:
+        """Whether B is a packed weight, which only main loops of its own read."""
+        return self.b in PACKED
+
+    @property
+    def sparse(self) -> bool:
+        """Whether B has two of each four elements along K, which instructions of its own multiply."""
+        return self.b in SPARSE
 
     @property
     def wgmma_types(self) -> str:
@@ -132,6 +162,14 @@ class MmaSpec:
         return blocks == (None, None) or blocks in self.scalings
 
 
+# Elements along K of a packed weight that share a scale. The last one stands for all of K, whatever that is.
+WHOLE_K = 1 << 16
+GROUPS = (16, 32, 64, 128, WHOLE_K)
+_GROUPS: tuple[Scaling, ...] = tuple((None, (group, 1)) for group in GROUPS)
+# Elements of a sparse weight, along K and N, whose metadata lie together: operand/sparsity.py.
+META_BLOCK = 64
+_META: tuple[Scaling, ...] = ((None, (META_BLOCK, META_BLOCK)),)
+
 # PTX's names of types that are other ones than ours.
 _PTX = {i8: "s8", i32: "s32"}
 _16_BITS = ((16, 8, 16), (16, 8, 8))
@@ -145,6 +183,34 @@ MMAS: tuple[MmaSpec, ...] = (
     *(
         MmaSpec(each, each, f32, each, (Unit(MMA_SYNC, "HMMA", _16_BITS), Unit(WGMMA, "HGMMA", copyable=True)))
         for each in (bf16, f16)
+    ),
+    # A packed weight: threads convert it to A's type.
+    *(
+        MmaSpec(
+            *(each, packed, f32, each),
+            (
+                Unit(MMA_SYNC, "HMMA", ((16, 8, 16),), k_major_only=True, scalings=_GROUPS),
+                Unit(WGMMA, "HGMMA", k_major_only=True, scalings=_GROUPS),
+            ),
+            error=2.0**-8,  # a number times its scale is rounded to A's type
+        )
+        for each in (bf16, f16)
+        for packed in PACKED
+    ),
+    # A weight with two of four elements: twice the products in the same time.
+    *(
+        MmaSpec(
+            *(a, b, sums, result),
+            (Unit(WGMMA, opcode, k_major_only=True, scalings=_META),),
+            rate=rate,
+            error=error,
+        )
+        for a, b, sums, result, opcode, rate, error in (
+            (bf16, bf16s, f32, bf16, "HGMMA.SP", 2.0, 1e-4),
+            (f16, f16s, f32, f16, "HGMMA.SP", 2.0, 1e-4),
+            (e4m3, e4m3s, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9),
+            (i8, i8s, i32, bf16, "IGMMA.SP", 4.0, 2.0**-9),
+        )
     ),
     # FP32, if a call says so: MATHS.
     MmaSpec(
@@ -174,8 +240,9 @@ MMAS: tuple[MmaSpec, ...] = (
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
     *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
-# Types of A and B.
-OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
+# Types of A and B, but for packed and sparse weights: a call names A's type.
+_PLAIN = tuple(mma for mma in MMAS if not (mma.packed or mma.sparse))
+OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in _PLAIN for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives; and how sums of FP8 products are added up.
 Math = Literal["tf32", "3xtf32", "fast", "promoted"]
@@ -210,8 +277,8 @@ def math_of(dtype: DType) -> Math | None:
 
 
 def pairs() -> str:
-    """Return the supported pairs of types, for messages."""
-    return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS)
+    """Return the supported pairs of types, for messages: without weights in forms of their own."""
+    return ", ".join(f"{mma.a} with {mma.b}" for mma in _PLAIN)
 
 
 def blocks(extent: int) -> int:

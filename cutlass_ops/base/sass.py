@@ -39,6 +39,10 @@ OPCODES: dict[int, str] = {
     0x1F1: "IGMMA",
     0x1F3: "QGMMA",
 }
+# Those with a sparse form, which has this bit in its upper half. It is counted by a name of its own: HGMMA.SP.
+_WITH_SPARSE, _IS_SPARSE = (0x1F0, 0x1F1, 0x1F3), 1 << 9
+SPARSE: dict[int, str] = {op: f"{OPCODES[op]}.SP" for op in _WITH_SPARSE}
+COUNTED = frozenset((*OPCODES.values(), *SPARSE.values()))
 
 
 def count_opcodes(library: Path) -> dict[str, int]:
@@ -47,13 +51,17 @@ def count_opcodes(library: Path) -> dict[str, int]:
 
 
 def opcodes(library: bytes, where: str) -> dict[str, int]:
-    """Count a library's instructions in `OPCODES`. Raises CompileError if it has no readable code."""
+    """Count a library's instructions in `COUNTED`. Raises CompileError if it has no readable code."""
     counts: Counter[str] = Counter()
     sections = 0
     try:
         for code in elf.gpu_code(library):
             sections += 1
-            counts.update(OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES)
+            counts.update(
+                SPARSE[op] if high & _IS_SPARSE and op in SPARSE else OPCODES[op]
+                for low, high in struct.iter_unpack("<QQ", code)
+                if (op := low & 0x1FF) in OPCODES
+            )
     except struct.error as exc:
         raise CompileError(f"the machine code in {where} cannot be read: {exc}") from None
     if not sections:

@@ -76,7 +76,7 @@ def vjp(
     """
     if graph.parts:
         raise ConfigError(
-            f"{graph.parts_are}, and an operand that has them has no derivative: call under torch.no_grad(), or pass "
+            f"{graph.parts_are}, and an operand that has them has no gradient: call under torch.no_grad(), or pass "
             "detached tensors"
         )
     outputs = {o.name: o for o in graph.outputs}

@@ -15,7 +15,9 @@ class Kind(str, Enum):
     (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
     ``INTEGER`` is a single whole number of 64 bits: a seed. ``BLOCKS_A`` and ``BLOCKS_B`` are the scales of blocks of A
     and of B. The main loop applies them to the accumulator, so no operation reads them. ``BLOCKS_D`` is an output: the
-    scales of D's blocks of 1x128, shape (M, N / 128), rounded up.
+    scales of D's blocks of 1x128, shape (M, N / 128), rounded up. ``GROUPS_I4``, ``GROUPS_U4`` and ``GROUPS_E2M1`` are
+    the scales of groups along K of a packed B, which also say what its numbers are. ``META_B`` says where the stored
+    elements of a 2:4 sparse B are.
     """
 
     ROW = "row"
@@ -27,6 +29,10 @@ class Kind(str, Enum):
     BLOCKS_A = "blocks_a"
     BLOCKS_B = "blocks_b"
     BLOCKS_D = "blocks_d"
+    GROUPS_I4 = "groups_i4"
+    GROUPS_U4 = "groups_u4"
+    GROUPS_E2M1 = "groups_e2m1"
+    META_B = "meta_b"
 
 
 class Part(NamedTuple):
@@ -38,10 +44,15 @@ class Part(NamedTuple):
     dtypes: tuple[str, ...] = ("f32",)  # the element types that it may have, the usual one first
 
 
+_16_BITS = ("bf16", "f16")
 # Kinds of inputs that are parts of an operand. No operation reads them: the accumulator has them already.
 PARTS: dict[Kind, Part] = {
     Kind.BLOCKS_A: Part("a", "scales of blocks", "(..., M, K / 128), FP32, rounded up"),
     Kind.BLOCKS_B: Part("b", "scales of blocks", "(N / 128, K / 128) or (N, K / 128), FP32, rounded up"),
+    Kind.GROUPS_I4: Part("b", "scales of groups along K", "(N, K / group), in a's type, packed", _16_BITS),
+    Kind.GROUPS_U4: Part("b", "scales and zero points of groups along K", "(N, 2 K / group), packed", _16_BITS),
+    Kind.GROUPS_E2M1: Part("b", "scales of groups along K", "(N, K / group), in a's type, packed", _16_BITS),
+    Kind.META_B: Part("b", "metadata of a sparse weight", "(N / 64, 8 K), UINT8, both rounded up", ("u8",)),
 }
 # Scales of which both operands have some, or neither.
 BLOCKS = (Kind.BLOCKS_A, Kind.BLOCKS_B)

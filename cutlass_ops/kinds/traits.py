@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import SPARSE
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED, RAGGED_K
@@ -73,6 +74,7 @@ class Traits:
     element_bytes: float
     d_bytes: float
     narrow: float = 1.0  # bytes of an element of B, relative to one of A
+    sparse: bool = False  # whether B has two of each four elements, which instructions of its own multiply
     majors: tuple[Major, Major] = ("row", "col")  # majors of A and B
     alignments: tuple[int, int] = (8, 8)  # alignments of A and B, in elements
     weights: int = 1  # number of matrices that A is multiplied by. N of a problem is that of one of them.
@@ -97,7 +99,9 @@ class Traits:
         return cls(
             element_bytes=signature.a.dtype.bits / 8,
             d_bytes=signature.d.dtype.bits / 8,
-            narrow=signature.b.dtype.bits / signature.a.dtype.bits,
+            # A sparse weight has a bit of metadata for each element.
+            narrow=(signature.b.dtype.bits + (signature.b.dtype in SPARSE)) / signature.a.dtype.bits,
+            sparse=signature.b.dtype in SPARSE,
             majors=signature.majors,
             alignments=signature.alignments,
             weights=1 + len(signature.epilogue.products),

@@ -13,7 +13,9 @@ from cutlass_ops.nn.launching import ModuleLaunch
 from cutlass_ops.nn.linear import Linear
 from cutlass_ops.nn.mlp import MLP, GatedMLP
 from cutlass_ops.nn.norms import LayerNormLinear, RMSNormLinear
+from cutlass_ops.nn.packed import PackedLinear
 from cutlass_ops.nn.patching import Patched, fold_norms, patch, unpatch
+from cutlass_ops.nn.sparse import SparseLinear
 from cutlass_ops.run.fp8 import Fp8State
 
 __all__ = [
@@ -24,8 +26,10 @@ __all__ = [
     "LayerNormLinear",
     "Linear",
     "ModuleLaunch",
+    "PackedLinear",
     "Patched",
     "RMSNormLinear",
+    "SparseLinear",
     "fold_norms",
     "patch",
     "unpatch",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64
+from cutlass_ops.base.dtypes import FP8, f32, f64, i32, i64, u8
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
@@ -291,7 +291,7 @@ def call_at(
         if kind in (Kind.SCALAR, Kind.INTEGER):
             return 0 if kind is Kind.INTEGER else 1.0
         if kind in OPERANDS:
-            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=torch.float32)
+            return empty(*OPERANDS[kind].shapes(kind, frame)[0], dtype=OPERANDS[kind].of_further(of_a))
         if kind is Kind.PRODUCT:
             return empty(*of_b, k, n, major=b)
         read = getattr(torch, element_named(others[name]).torch_name) if name in others else usual_dtype(of_a, of_a)
@@ -300,6 +300,9 @@ def call_at(
     inputs = {i.name: drawn(*i) for i in graph.inputs}
     offsets = empty(problem.count, dtype=torch.int32) if form.operands else None
     x, y = empty(*lead, m, k, major=a), empty(*of_b, k, n, major=b)
+    held = next((OPERANDS[i.kind].held for i in graph.inputs if i.kind in OPERANDS), None)
+    if held is not None:
+        y = empty(k // held.along_k, n, major="col", dtype=held.dtype or of_a)
     math = math or mma.math_of(element)
     return check_call(graph, x, y, inputs, None, out_dtype, offsets=offsets, math=math, form=form)
 
@@ -402,6 +405,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
             return Operand(i64 if kind is Kind.INTEGER else scalar, "row", 1)
         if value.dtype is torch.int32 and kind is not Kind.TILE:
             return Operand(i32, "row", 1)
+        if kind is Kind.META_B:
+            return Operand(u8, "row", 1)
         if kind is Kind.PRODUCT:
             return load_b
         if kind is not Kind.TILE:

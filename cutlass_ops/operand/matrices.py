@@ -10,16 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import FP8, HELD, DType, f32, tf32
+from cutlass_ops.base.dtypes import FP8, HELD, SPARSE, DType, e2m1, f32, i4, tf32, u4
+from cutlass_ops.base.dtypes import dtype as named
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Expression
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
+from cutlass_ops.operand import packing, sparsity
 from cutlass_ops.operand.batches import Frame
 from cutlass_ops.operand.sizes import surely
 from cutlass_ops.operand.tensors import element_type, fold, how_to_copy
@@ -42,6 +45,13 @@ class Layout:
     def for_vector_access(self) -> Operand:
         """Return the type for accesses that also need an aligned extent."""
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
+
+
+class Held(NamedTuple):
+    """How a weight in a form of its own holds its elements in memory."""
+
+    along_k: int  # elements of the matrix, along K, for one of the tensor
+    dtype: torch.dtype | None  # of the tensor; None for that of A
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +77,8 @@ class Matrix:
 
     # The kind of the input that holds an operand's further tensor, by the operand's name.
     takes: ClassVar[Mapping[str, Kind]] = {}
+    # None if the tensor has the matrix's shape.
+    held: ClassVar[Held | None] = None
 
     @classmethod
     def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:
@@ -96,6 +108,11 @@ class Matrix:
     def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:
         """Return the shapes that a further tensor may have, the usual one first."""
         raise NotImplementedError(f"{cls.__name__} has one tensor")
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:
+        """Return the usual type of a further tensor, beside A's type."""
+        return torch.float32
 
     @classmethod
     def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:
@@ -246,8 +263,161 @@ class BlockScaled(Matrix):
         return super().values(dtype) * (spread if self.name == "a" else spread.t())
 
 
+class Packed(Matrix):
+    """A weight with 4 bits for a number, and a scale for each group along K of a column: see :mod:`..packing`.
+
+    There is a subclass for each type of numbers. The tensor is (K / 2, N), contiguous along K.
+    """
+
+    held = Held(2, torch.uint8)
+    packed: ClassVar[DType]
+    parts: ClassVar[int] = 1  # values for each group: a scale, and perhaps a zero point
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:  # noqa: D102
+        return of_a
+
+    @classmethod
+    def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:  # noqa: D102
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"{name} is {tensor.dtype}: packed numbers are torch.uint8, two in a byte")
+        return cls.packed
+
+    @classmethod
+    def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:  # noqa: D102
+        groups = [frame.k // group for group in packing.GROUPS[::-1] if frame.k % group == 0]
+        return [(frame.n, cls.parts * count) for count in dict.fromkeys((*groups, 1))]
+
+    @classmethod
+    def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:  # noqa: D102
+        if frame.form != DENSE:
+            raise TypeError(f"b is packed, and {frame.form} calls take no packed weights: call gemm for each of them")
+        scale: Tensor = value
+        packing.require_extents(frame.n, frame.k)
+        element_type(name, scale, tuple(named(each) for each in PARTS[kind].dtypes))
+        shapes = cls.shapes(kind, frame)
+        if tuple(scale.shape) not in shapes:
+            raise ValueError(
+                f"{name} has shape {tuple(scale.shape)}: with N={frame.n} and K={frame.k} it must have shape "
+                f"{' or '.join(map(str, shapes))}, {cls.parts} for each group along K of a column"
+            )
+        return scale if scale.is_contiguous() else scale.contiguous()
+
+    def require_multiplied(self, found: mma.MmaSpec, math: mma.Math | None) -> None:  # noqa: D102
+        if math is not None:
+            raise TypeError(f"math is {math!r}, and b is packed, of which there is one product: omit math")
+        if self.further and self.scale.dtype is not getattr(torch, found.a.torch_name):
+            raise TypeError(
+                f"a is {found.a.torch_name}, and b is packed for {self.scale.dtype}: convert a, or pack b with dtype="
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        half, n = self.tensor.shape
+        return 2 * half, n
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales, and perhaps zero points, in the packed order."""
+        (scale,) = self.further.values()
+        return scale
+
+    @property
+    def block(self) -> mma.Block:  # noqa: D102
+        groups = self.scale.shape[-1] // self.parts
+        return (mma.WHOLE_K if groups == 1 else self.shape[0] // groups), 1
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:  # noqa: D102
+        return packing.dequantized(self.tensor.t(), self.scale, self.packed, dtype).t()
+
+
+class PackedI4(Packed):
+    """Numbers from -8 to 7."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_I4}
+    packed = i4
+
+
+class PackedU4(Packed):
+    """Numbers from 0 to 15, less the zero point of their group."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_U4}
+    packed, parts = u4, 2
+
+
+class PackedE2M1(Packed):
+    """FP4."""
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.GROUPS_E2M1}
+    packed = e2m1
+
+
+class Sparse(Matrix):
+    """A weight with two of each four elements along K, and their places: see :mod:`..sparsity`.
+
+    The tensor is (K / 2, N), contiguous along K.
+    """
+
+    takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.META_B}
+    held = Held(2, None)
+
+    @classmethod
+    def of_further(cls, of_a: torch.dtype) -> torch.dtype:  # noqa: D102
+        return torch.uint8
+
+    @classmethod
+    def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:  # noqa: D102
+        found = next((each for each in SPARSE if tensor.dtype is getattr(torch, each.torch_name)), None)
+        if found is None:
+            known = ", ".join(f"torch.{each.torch_name}" for each in SPARSE)
+            raise TypeError(f"{name} is {tensor.dtype}: a sparse weight is in one of {known}")
+        return found
+
+    @classmethod
+    def multiplied(cls, name: str, tensor: Tensor, math: mma.Math | None, allowed: Sequence[DType]) -> DType:  # noqa: D102
+        return cls.element_of(name, tensor)
+
+    @classmethod
+    def shapes(cls, kind: Kind, frame: Frame) -> list[tuple[int, ...]]:  # noqa: D102
+        return [sparsity.meta_shape(frame.n, frame.k)]
+
+    @classmethod
+    def check_further(cls, name: str, kind: Kind, value: Any, frame: Frame) -> Tensor:  # noqa: D102
+        if frame.form != DENSE:
+            raise TypeError(f"b is sparse, and {frame.form} calls take no sparse weights: call gemm for each of them")
+        meta: Tensor = value
+        sparsity.require_extents(frame.n, frame.k)
+        if meta.dtype != torch.uint8:
+            raise TypeError(f"{name} is {meta.dtype}: metadata of a sparse weight are torch.uint8")
+        (shape,) = cls.shapes(kind, frame)
+        if tuple(meta.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(meta.shape)}: with N={frame.n} and K={frame.k} it must have shape {shape}"
+            )
+        return meta if meta.is_contiguous() else meta.contiguous()
+
+    def require_multiplied(self, found: mma.MmaSpec, math: mma.Math | None) -> None:  # noqa: D102
+        if math is not None:
+            raise TypeError(f"math is {math!r}, and b is sparse, of which there is one product: omit math")
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        half, n = self.tensor.shape
+        return 2 * half, n
+
+    @property
+    def block(self) -> mma.Block:  # noqa: D102
+        return mma.META_BLOCK, mma.META_BLOCK
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:  # noqa: D102
+        (meta,) = self.further.values()
+        found = sparsity.dense(self.tensor.t(), meta).t()
+        return found if dtype is None else found.to(dtype)
+
+
+_WITH_PARTS: tuple[type[Matrix], ...] = (BlockScaled, PackedI4, PackedU4, PackedE2M1, Sparse)
 # Kinds of operands with further tensors, by the kinds of the inputs that hold these. Others are dense.
-OPERANDS: dict[Kind, type[Matrix]] = {kind: cls for cls in (BlockScaled,) for kind in cls.takes.values()}
+OPERANDS: dict[Kind, type[Matrix]] = {kind: cls for cls in _WITH_PARTS for kind in cls.takes.values()}
 
 
 def operand(name: Literal["a", "b"], tensor: Tensor, graph: Expression, inputs: Mapping[str, Any], *of: Any) -> Matrix:

@@ -205,7 +205,7 @@ def _grouped(of: Operands, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in FP8_DTYPES:
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if a.is_cuda and a.dtype == torch.bfloat16:
-        return torch._grouped_mm(a, b, offs=ends)
+        return torch._grouped_mm(in_whole_lines(a), in_whole_lines(b), offs=ends)
     last, found = 0, []
     for expert, end in enumerate(ends.tolist()):
         rows = slice(last, max(last, min(end, a.shape[0] if of.form == GROUPED else b.shape[0])))
@@ -216,6 +216,16 @@ def _grouped(of: Operands, a: Tensor, b: Tensor) -> Tensor:
         found.append(a.new_zeros((a.shape[0] - last, b.shape[-1]), dtype=of.wide))
         return torch.cat(found)
     return torch.stack(found)
+
+
+def in_whole_lines(x: Tensor) -> Tensor:
+    """Return a tensor, or a copy, whose lines begin at multiples of 16 bytes, as PyTorch's grouped products need them."""
+    lines, step = (x if x.stride(-1) == 1 else x.mT), 16 // x.element_size()
+    if lines.stride(-1) == 1 and all(at % step == 0 for at in (*lines.stride()[:-1], x.storage_offset())):
+        return x
+    extent = lines.shape[-1]
+    whole = F.pad(lines, (0, -extent % step)).contiguous()[..., :extent]
+    return whole if lines is x else whole.mT
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def _kind(epilogue: Any, name: str, given_b: Any, b: Any, groups: Any, tensors: 
     if not isinstance(b, Tensor) or (type(given_b) is PreparedWeight and given_b.column_sum is not None):
         return None
     found: list[Any] = [epilogue, name, type(given_b), b.dim()]
+    if isinstance(given_b, OwnWeight):
+        found.append(given_b.numbers)
     if groups is not None:
         if type(groups) is not Groups or type(groups.expected) not in (int, type(None)):
             return None

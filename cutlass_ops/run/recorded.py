@@ -106,6 +106,11 @@ def _recorder_of(
     return found
 
 
+def _narrow(x: Tensor) -> str:
+    """Return what an operand of 8 bits or less is, and what has no gradients, for messages."""
+    return "packed, and its products" if x.dtype == torch.uint8 else f"{x.dtype}, and products in 8 bits"
+
+
 def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype | None) -> None:
     """Raise ValueError if a call that needs gradients has an operand or result in FP8.
 
@@ -124,7 +129,7 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
         if given[name].dtype.itemsize == 1:
             wrt = next(n for n, x in given.items() if watching.is_differentiated(x))
             raise ValueError(
-                f"{wrt} requires grad and {name} is {given[name].dtype}, and products in 8 bits have no gradients. "
+                f"{wrt} requires grad and {name} is {_narrow(given[name])} have no gradients. "
                 f"{outside[0].upper()}{outside[1:]}, or pass {wrt}.detach()"
             )
 

@@ -175,7 +175,12 @@ class Groups:
 
 
 class OwnWeight:
-    """A weight in a form of its own: a matrix, and perhaps a further tensor."""
+    """A weight in a form of its own: a matrix, and perhaps a further tensor.
+
+    `numbers` says what the matrix stores if its type does not.
+    """
+
+    numbers: str = ""
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:

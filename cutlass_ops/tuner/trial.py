@@ -13,15 +13,16 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import PACKED, SPARSE
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import PARTS, Kind
 from cutlass_ops.kinds import spreads
 from cutlass_ops.kinds.table import kind_of
-from cutlass_ops.operand import reference
+from cutlass_ops.operand import packing, reference, sparsity
 from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import OpSignature
@@ -88,7 +89,8 @@ class Trial:
         self._generator = torch.Generator(device).manual_seed(seed)
         width = signature.a.dtype.bits / 8
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
-        self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, width, width), l2_bytes))]
+        of_b = signature.b.dtype.bits / 8
+        self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, of_b, width), l2_bytes))]
         self._ways = _ways(signature.form, problem, spreads, device, seed) if signature.form.operands else (_Way(),)
         self._wanted = [self._exact(self._sets[0], way.sizes) for way in self._ways]
         self._watch = Stopwatch(expected_us(problem, width))
@@ -232,19 +234,36 @@ class Trial:
         of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
         extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (*each, -(-n // of_b), steps)}
         extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
-        numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
+        known: dict[Kind, Tensor | float] = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
+        b = None
+        if signature.b.dtype in (*PACKED, *SPARSE):
+            own = self._packed if signature.b.dtype in PACKED else self._sparse
+            b, known[next(i.kind for i in graph.inputs if i.kind in PARTS)] = own(n, k, mean**-0.25)
         inputs = tuple(
-            numbers[i.kind] if i.kind in numbers else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
+            known[i.kind] if i.kind in known else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
             for i, o in zip(graph.inputs, signature.inputs, strict=True)
         )
         types = (signature.d, *signature.outputs)
         outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
         return _Tensors(
             self._normal((*lead, m, k), signature.a, mean**-0.25),
-            self._normal((*lead, *each, k, n), signature.b, mean**-0.25),
+            self._normal((*lead, *each, k, n), signature.b, mean**-0.25) if b is None else b,
             inputs,
             outputs,
         )
+
+    def _packed(self, n: int, k: int, deviation: float) -> tuple[Tensor, Tensor]:
+        """Draw a packed B, and its scales."""
+        b, dtype = self._signature.b, getattr(torch, self._signature.a.dtype.torch_name)
+        group = (b.scaling or (k, 1))[0]
+        values, scale = packing.drawn(n, k, group, b.dtype, dtype, deviation, self._generator)
+        return values.t(), scale
+
+    def _sparse(self, n: int, k: int, deviation: float) -> tuple[Tensor, Tensor]:
+        """Draw a sparse B, and its metadata."""
+        w = _empty((n, k), Operand.of(self._signature.a.dtype), self._device)
+        values, meta = sparsity.compressed(filled(w, deviation, self._generator), sparsity.kept(w))
+        return values.t(), meta
 
     def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
         return filled(_empty(shape, operand, self._device), scale, self._generator)
@@ -260,8 +279,10 @@ class Trial:
             found = [self._exact(self._of_group(x, *place)) for place, size in zip(places, sizes, strict=True) if size]
             return [torch.cat(each) for each in zip(*found, strict=True)]
         graph = self._signature.epilogue
+        # Scales of a packed B and metadata of a sparse one stay as they are.
         inputs = {
-            i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
+            i.name: v.double() if isinstance(v, Tensor) and not (i.kind in PARTS and v.itemsize <= 2) else v
+            for i, v in zip(graph.inputs, x.inputs, strict=True)
         }
         acc = reference.accumulator(graph, x.a, x.b, inputs, torch.float64)
         values = reference.evaluate(graph, acc, inputs, torch.float64, a=x.a)

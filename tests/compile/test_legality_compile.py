@@ -22,16 +22,19 @@ from cutlass_ops.compilation.compiler import compile_kernel
 from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.declare.config import ClusterShape, InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import composed
+from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.config import GemvConfig
 from cutlass_ops.kinds.legality import check
+from cutlass_ops.kinds.packed.config import PackedRowsConfig
 from cutlass_ops.kinds.render import render
 from cutlass_ops.kinds.sm80.config import Sm80Config
 from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.sm90.footprint import means_smem, pipeline_stages
 from cutlass_ops.kinds.table import KINDS, shared_memory
+from cutlass_ops.run import packed as of_packed
+from cutlass_ops.run import sparse as of_sparse
 from cutlass_ops.tools.inspection import inspect
 from tests.sampling import compiled
 
@@ -166,7 +169,35 @@ def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
     return KernelSpec(a="bf16.row", b="bf16.col", d=d, epilogue=epilogue, config=config, target=target)
 
 
+def packed(config, numbers="int4", target="sm_90a"):
+    """Declare a kernel of a packed weight, with an epilogue after its scales."""
+    scales = of_packed._SCALED[numbers]
+    epilogue = Epilogue("gated", "A packed weight.", scales.graph.then(gated.graph))
+    b, inputs = {"int4": "i4.col.blocks128x1", "uint4": "u4.col.blocks32x1"}[numbers], {"scale_b": "bf16"}
+    return KernelSpec(a="bf16.row", b=b, d="bf16.row", epilogue=epilogue, inputs=inputs, config=config, target=target)
+
+
+def sparse(config, a="bf16", d="bf16"):
+    """Declare a kernel of a sparse weight, with an epilogue after its metadata."""
+    epilogue = Epilogue("gated", "A sparse weight.", of_sparse._SPARSE.graph.then(gated.graph))
+    b = f"{a}s.col.blocks64x64"
+    return KernelSpec(a=f"{a}.row", b=b, d=f"{d}.row", epilogue=epilogue, config=config, target="sm_90a")
+
+
+def swapped(m, n, k, **changes):
+    return Sm90Config(ThreadblockShape(m, n, k), swap_ab=True, **changes)
+
+
 ACCEPTED = {
+    "sm90-packed": packed(swapped(128, 128, 128, schedule="cooperative")),
+    "sm90-packed-zeros": packed(swapped(64, 64, 128, cluster=ClusterShape(2, 1)), "uint4"),
+    "sm90-packed-split_k": packed(swapped(128, 32, 256, schedule="cooperative", split_k=2)),
+    "sm90-packed-two": packed(swapped(64, 8, 256, schedule="warp_specialized", resident=2)),
+    "sm90-sparse": sparse(swapped(128, 192, 64, cluster=ClusterShape(2, 1))),
+    "sm90-sparse-split_k": sparse(swapped(128, 32, 256, schedule="cooperative", split_k=2)),
+    "sm90-sparse-e4m3": sparse(swapped(128, 256, 128, schedule="cooperative", cluster=ClusterShape(1, 2)), "e4m3"),
+    "sm90-sparse-i8": sparse(swapped(64, 16, 256, schedule="warp_specialized", resident=2), "i8"),
+    "packed_rows": packed(PackedRowsConfig(8, 8, 2, 2), "uint4", "sm_90"),
     "sm90": sm90(128, 48, 64, schedule="cooperative", epilogue=everything, swap_ab=True, d="f32.row"),
     "sm90-stream_k": sm90(
         128, 112, 64, schedule="cooperative", scheduler="stream_k", a="f16.col", b="f16.row", d="f16.row"

@@ -21,6 +21,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 M, N, K, T, E = 24, 48, 32, 20, 3
 WIDE = 256  # columns or K, where blocks have scales
 EPS = 1e-5
+# What a packed weight calls its tensors when it is made.
+FIELDS = {"b": "values", "scale_b": "scale", "meta_b": "meta"}
+GROUP = 64  # numbers of a packed weight that share a scale
 ENDS, COUNTS = (5, 5, 18), (3, 0, 8)  # groups end there, of T rows; rows that each group uses
 
 
@@ -86,6 +89,13 @@ class Row:
 def as_call(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with scales in their operands, and offsets and counts in groups."""
     found = dict(given)
+    numbers = found.pop("numbers", None)
+    if numbers == "sparse":
+        found["b"] = co.Sparse(found.get("b"), found.pop("meta_b", None))
+        return found
+    if numbers is not None:
+        found["b"] = co.Packed(found.get("b"), found.pop("scale_b", None), GROUP, numbers)
+        return found
     for name, scale in (("a", "scale_a"), ("b", "scale_b"), ("b_gate", "scale_b"), ("b_up", "scale_up")):
         if name in found and scale in given:
             found[name] = co.Scaled(found[name], given[scale])
@@ -251,6 +261,42 @@ def in_blocks(a, b, scale_a, scale_b):
     return a @ (b.mT * spread(scale_b, *b.mT.shape[-2:])).mT
 
 
+def packed(symmetric):
+    """Draw a packed weight (256, N): its numbers and scales."""
+    found = co.Packed.from_dense(weight(WIDE, N), group=GROUP, symmetric=symmetric)
+    return {"b": found.values, "scale_b": found.scale}
+
+
+def sparse():
+    """Draw a sparse weight (256, N): its stored elements and metadata."""
+    found = co.sparsify(weight(WIDE, N))
+    return {"b": found.values, "meta_b": found.meta}
+
+
+def of_sparse(a, b, meta_b):
+    """Multiply a sparse weight, found from its metadata bit by bit."""
+    half, n = b.shape
+    bits = torch.stack((meta_b % 16, meta_b // 16 % 16), -1).long()
+    bits = bits.reshape(-1, 2 * half // 64, 4, 8, 4, 2, 4).permute(0, 2, 5, 3, 1, 4, 6).reshape(-1, half // 2)[:n]
+    places = torch.stack((bits % 4, bits // 4), -1)
+    found = torch.zeros(n, half // 2, 4, dtype=b.dtype).scatter_(2, places, b.t().reshape(n, half // 2, 2))
+    return a @ found.reshape(n, -1).t()
+
+
+def of_packed(a, b, scale_b, bias=None):
+    """Multiply a packed weight, found from its bytes one by one. With zero points there is a bias as well."""
+    scale, parts = scale_b, 1 if bias is None else 2
+    half, n = b.shape
+    k, groups = 2 * half, scale.shape[1] // parts
+    nibbles = b.t().reshape(n // 16, k // 64, 8, 4, 4, 2, 2)
+    both = torch.stack((nibbles % 16, nibbles // 16), -1)
+    numbers = both.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(n, groups, k // groups)
+    each = scale.reshape(n // 16, groups, parts, 8, 2).permute(2, 0, 4, 3, 1).reshape(parts, n, groups, 1)
+    zero = 8 if parts == 1 else -128 - each[1]
+    x = a @ ((numbers - zero) * each[0]).reshape(n, k).t()
+    return x if bias is None else F.gelu(x + bias)
+
+
 def residual_rms(a, b, residual, eps):
     y = a @ b + residual
     return y, y.square().sum(-1)
@@ -384,6 +430,16 @@ def rows(M: int = M, N: int = N, K: int = K) -> dict[str, Row]:  # noqa: N803
                 "scale_b": positive(-(-N // 128), 2),
             },
             in_blocks,
+        ),
+        "packed": Row(
+            co.gemm, lambda: {"a": draw(M, WIDE), **packed(True)}, of_packed, {"numbers": "int4"}, within=0.01
+        ),
+        "packed, zero points": Row(
+            co.gemm, lambda: {"a": draw(M, WIDE), **packed(False), "bias": draw(N)}, of_packed,
+            {"numbers": "uint4", "epilogue": biased}, within=0.01,
+        ),
+        "sparse": Row(
+            co.gemm, lambda: {"a": draw(M, WIDE), **sparse()}, of_sparse, {"numbers": "sparse"}, within=0.01
         ),
         "FP8 result": Row(co.gemm, _dense(), dense, {"out_dtype": E4M3}),
         "quantised": Row(

@@ -481,7 +481,8 @@ class NoEpilogue:
             "config",
             "sm90",
             TypeError,
-            "config must be one of GemvConfig, PointwiseConfig, Sm80Config, Sm90Config, SmallConfig, not 'sm90'",
+            "config must be one of GemvConfig, PackedRowsConfig, PointwiseConfig, Sm80Config, Sm90Config, SmallConfig, "
+            "not 'sm90'",
         ),
         ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
         ("config", None, TypeError, "config must be .*, not None"),

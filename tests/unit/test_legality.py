@@ -14,17 +14,20 @@ from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import ClusterShape, InstructionShape, ThreadblockShape, WarpShape
 from cutlass_ops.declare.form import FORMS, Form
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.epilogue import Epilogue, builtin, composed
 from cutlass_ops.epilogue.graph import canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.config import GemvConfig
 from cutlass_ops.kinds.legality import check, is_legal
+from cutlass_ops.kinds.packed.config import PackedRowsConfig
 from cutlass_ops.kinds.pointwise.config import PointwiseConfig
 from cutlass_ops.kinds.sm80.config import Sm80Config
 from cutlass_ops.kinds.sm90.config import Sm90Config
 from cutlass_ops.kinds.small.config import SmallConfig
 from cutlass_ops.kinds.table import KINDS
+from cutlass_ops.run import packed as packed_values
+from cutlass_ops.run import sparse as sparse_values
 from tests.gpu import kernels
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
@@ -114,6 +117,9 @@ def quantised_swiglu(acc, up: co.Product):
     return co.e.quantize(co.e.silu(acc) * up, "e4m3")
 
 
+of_packed, of_zeros = packed_values._SCALED["int4"], packed_values._SCALED["uint4"]
+summed_packed = Epilogue("summed_packed", "With sums of rows.", of_packed.graph.then(row_sum.graph))
+
 TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target", "form")
 
 
@@ -190,6 +196,26 @@ FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
 
 def fp8(m=128, n=128, k=128, **changes):
     return sm90(m, n, k, **FP8 | changes)
+
+
+PACKED = {"a": "bf16.row", "b": "i4.col.blocks128x1", "epilogue": of_packed, "inputs": {"scale_b": "bf16"}}
+ZEROS = {**PACKED, "b": "u4.col.blocks16x1", "epilogue": of_zeros}
+
+
+def packed(m=128, n=128, k=128, schedule="cooperative", **changes):
+    return sm90(m, n, k, schedule=schedule, **PACKED | {"swap_ab": True, **changes})
+
+
+SPARSE = {"a": "bf16.row", "b": "bf16s.col.blocks64x64", "epilogue": sparse_values._SPARSE}
+SPARSE_I8 = {**SPARSE, "a": "i8.row", "b": "i8s.col.blocks64x64"}
+
+
+def sparse(m=128, n=128, k=128, schedule="cooperative", **changes):
+    return sm90(m, n, k, schedule=schedule, **SPARSE | {"swap_ab": True, **changes})
+
+
+def few(rows=8, warps=8, pieces=2, lines=4, **changes):
+    return spec(PackedRowsConfig(rows, warps, pieces, lines), {**PACKED, **changes})
 
 
 # Rule, a declaration that keeps it, and a neighbour that breaks it and nothing else.
@@ -333,6 +359,24 @@ NEIGHBOURS = [
         sm90(n=64, **QUANTIZED, **COOP, **PAIR, scheduler="stream_k"),
     ),
     ("quantized", gemv(d="e4m3.row", target="sm_90"), gemv(**QUANTIZED, target="sm_90")),
+    ("packed", packed(), packed(swap_ab=False)),
+    ("packed", packed(k=256), packed(k=64)),
+    ("packed", packed(**cluster(2, 1)), packed(**cluster(1, 2))),
+    ("packed", packed(64, 256, schedule="pingpong"), packed(128, 136, schedule="pingpong")),
+    ("packed", packed(64, 64, schedule="pingpong", **ZEROS), packed(64, 64, 256, schedule="pingpong", **ZEROS)),
+    ("packed", packed(), packed(inputs={"scale_b": "f16"})),
+    ("scaling", packed(), packed(b="i4.col.blocks48x1")),
+    ("sparse", sparse(), sparse(swap_ab=False)),
+    ("sparse", sparse(k=64), sparse(k=192)),
+    ("sparse", sparse(k=128, **SPARSE_I8), sparse(k=64, **SPARSE_I8)),
+    ("sparse", sparse(n=192, k=64, schedule="pingpong"), sparse(n=200, k=64, schedule="pingpong")),
+    ("scaling", sparse(), sparse(b="bf16s.col.blocks128x64")),
+    ("packed_rows", few(), few(a="bf16.row.align4")),
+    ("packed_rows", few(), few(inputs={"scale_b": "f16"})),
+    ("packed_rows", packed(epilogue=summed_packed), few(epilogue=summed_packed)),
+    ("packed_registers", few(8, 4, 2, 4), few(8, 4, 4, 4)),
+    ("packed_memory", few(16, 8, 2, 2), few(16, 16, 2, 2)),
+    ("field_values", few(lines=4), few(lines=3)),
     ("paired_reduction", sm90(epilogue=placed, swap_ab=True), sm90(epilogue=placed, d="bf16.row.align2")),
     ("paired_reduction", sm90(epilogue=placed), sm90(epilogue=placed_and_saved)),
     ("swap_pairs", sm80(epilogue=turned_twice, d="bf16.row.align2"), sm80(epilogue=turned, d="bf16.row.align1")),

@@ -16,7 +16,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.operand.call import check_call, signature_of
-from cutlass_ops.run import ops
+from cutlass_ops.run import by_pytorch, ops
 from cutlass_ops.run.peers import peers
 from cutlass_ops.tools import explaining
 
@@ -178,3 +178,18 @@ def test_numbers_beyond_fp32_and_fp16_are_infinite():
     d = eager(a.half(), b.half(), [inputs["bias"].half(), math.copysign(1e300, -1)])
     assert d.isfinite().logical_or(d.isinf()).all()
     assert d.isinf().any()
+
+
+@pytest.mark.parametrize("k", [16, 10, 2945])
+@pytest.mark.parametrize("along", [-1, -2], ids=["row", "col"])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1)], ids=str)
+def test_pytorchs_groups_get_lines_of_whole_16_bytes(shape, along, k):
+    """torch._grouped_mm refuses other strides."""
+    x = torch.randn(*shape, k).bfloat16()
+    x = x if along == -1 else x.mT
+    found = by_pytorch.in_whole_lines(x)
+    assert torch.equal(found, x)
+    assert found.stride(along) == 1
+    others = [found.stride(at) for at in range(found.ndim) if at != along % found.ndim]
+    assert all(step % 8 == 0 for step in others)
+    assert (found is x) == (k == 16)

@@ -128,7 +128,11 @@ def test_what_is_no_problem_is_refused_with_an_example(given):
 def test_the_forms_that_kinds_serve():
     assert FORMS == {"dense": DENSE, "batched": BATCHED, "grouped": GROUPED, "ragged_k": RAGGED_K}
     assert [kind.noun for kind in KINDS if DENSE not in kind.forms] == ["a SmallConfig"]
-    assert [kind.noun for kind in KINDS if BATCHED not in kind.forms] == ["a GemvConfig", "a PointwiseConfig"]
+    assert [kind.noun for kind in KINDS if BATCHED not in kind.forms] == [
+        "a GemvConfig",
+        "a PackedRowsConfig",
+        "a PointwiseConfig",
+    ]
     for form in (GROUPED, RAGGED_K):
         assert [kind.noun for kind in KINDS if form in kind.forms] == ["an Sm90Config"]
     assert all(form.name == name and form.count for name, form in FORMS.items())

@@ -23,9 +23,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     gathered = spec.epilogue.gathered
     sides = 2 if spec.epilogue.swaps_pairs else 1  # a thread computes both columns of a pair where it swaps them
     return types(spec, lowered, "cutlass_ops/places.h") | {
-        "rows": config.rows,
-        "warps": config.warps,
-        "pieces": config.pieces,
         "means": {"mean": flag("mean_of_a" in gathered), "mean_square": flag("mean_square_of_a" in gathered)},
         "takes_means": bool(gathered),
         "weights": ["b", *spec.epilogue.products],
@@ -34,6 +31,16 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "lines": _lines(spec, lowered, sides),
         "overlaps": flag(arch.target(spec.target).capability >= arch.OVERLAPS),
         "fields": fields(spec, lambda operand, is_output: False),
+        "own": {
+            "header": "gemv",
+            "shape_is": "Rows of A, columns of B, and pieces of 16 bytes that a lane has on their way at a time.",
+            "shape": f"cutlass_ops::gemv::Shape<{config.rows}, {config.warps}, {config.pieces}>",
+            "weight": "",  # a packed one
+            "reader": "",
+            "reads_b": "call",
+            "kernel": "gemv::Kernel",
+            "entry": "GemvEntry",
+        },
     }
 
 

@@ -24,6 +24,7 @@ from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
 from cutlass_ops.kinds.serving import plain_epilogue, quantizes_apart, reduced_together, source, source_name
 from cutlass_ops.kinds.sm90.config import Sm90Config
+from cutlass_ops.kinds.sm90.own import own_loop
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
@@ -232,6 +233,9 @@ def _operands(spec: KernelSpec, config: Sm90Config) -> tuple[int, int]:
 
 
 def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
+    own = own_loop(spec.b.dtype)
+    if own is not None:
+        return struct(*own.memory(spec, config, *_operands(spec, config), stages), alignment=128)
     tiles = [Block(stages * each) for each in _operands(spec, config)]
     scales = [Block(stages * each, 16)] if (each := _stage_scales(spec, config)) else []
     return struct(*tiles, *scales, alignment=128)

@@ -18,7 +18,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind
 from cutlass_ops.kinds import serving
 from cutlass_ops.kinds.lower import READERS, fields, flag, lower, types
-from cutlass_ops.kinds.sm90 import footprint
+from cutlass_ops.kinds.sm90 import footprint, packed_loop, sparse_loop  # noqa: F401 - two main loops
 from cutlass_ops.kinds.sm90.loop import WRAPPED, Aliases, config_of, loads_along_k, loop_of, means_taken
 from cutlass_ops.kinds.sm90.visitors import layout_in_kernel, part_shape, parts_of, tile_copy, visitors
 

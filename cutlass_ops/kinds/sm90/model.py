@@ -286,13 +286,14 @@ def times(
     cover: Grid | None = None,
     narrow: float = 1.0,
     adding: Floats | float = 0.0,
+    sparse: bool = False,
 ) -> Floats:
     """Return kernels' times in microseconds: FP64, with shape (problems, configurations).
 
     Configurations are legal, and each extent is at least 1. `widths` are the bytes of an element of A, and of D; one of
-    B has `narrow` times those of A. `lines` are the extents that are contiguous in A and in B: K, unless A is
-    column-major or B row-major. `cover` is the result of :func:`grid`, if it is known. In `adding` microseconds,
-    multiprocessors add up products and do not multiply.
+    B has `narrow` times those of A. If B is 2:4 `sparse`, an instruction has twice the products. `lines` are the
+    extents that are contiguous in A and in B: K, unless A is column-major or B row-major. `cover` is the result of
+    :func:`grid`, if it is known. In `adding` microseconds, multiprocessors add up products and do not multiply.
     """
     m, n, k, gemms = Extents.of(problems)
     cover = cover or grid(batch, problems, chip)
@@ -300,9 +301,10 @@ def times(
     of_both = element_bytes, element_bytes * narrow
 
     # One K step of one tile, in microseconds.
-    instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / WGMMA.k_bytes
+    folds = 2 if sparse else 1  # lines of the dense operand are as many times as long for an instruction
+    instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / (folds * WGMMA.k_bytes)
     products = WGMMA.m * batch.wgmma_n * WGMMA.k_bytes / _PRODUCT_BYTES_PER_CLOCK
-    operands = (WGMMA.m + batch.wgmma_n) * WGMMA.k_bytes / _SHARED_BYTES_PER_CLOCK
+    operands = (WGMMA.m + folds * batch.wgmma_n) * WGMMA.k_bytes / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)

@@ -43,6 +43,7 @@ from cutlass_ops.kinds.sm90.footprint import (
     split_exchange,
     warpgroup_columns,
 )
+from cutlass_ops.kinds.sm90.own import OWN
 
 # Maximum accumulator registers of a thread. With pingpong and cooperative, consumer threads get 240 registers
 # (MmaRegisterRequirement in gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp). With
@@ -630,6 +631,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("gathered", "policy", _gathered),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),
+    *(Rule(own.name, "policy", own.rule) for own in OWN),
     Rule("quantized", "policy", _quantized),
     Rule("paired_reduction", "policy", _paired_reduction),
     Rule("reduction_schedule", "policy", _reduction_schedule),

@@ -14,6 +14,7 @@ from cutlass_ops.declare.config import ClusterShape, Means, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
+from cutlass_ops.kinds.sm90.own import own_loop
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
@@ -51,6 +52,8 @@ def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
     An FP8 weight is read so fast that the pause between two waves of tiles counts: for few rows, all tiles of a large
     one are there at once where two blocks share a multiprocessor.
     """
+    if own := own_loop(signature.b.dtype):
+        return own.untuned(signature)
     if signature.epilogue.quantized is None:
         return _FEW_ROWS_OF_FP8 if signature.a.dtype in FP8 and signature.form == DENSE else ()
     products, k = 1 + len(signature.epilogue.products), signature.a.dtype.count_in(_USUAL_K_BYTES)
@@ -114,6 +117,8 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
     compute means of A's rows in another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent
     kernel. Promoted ones, as with scales of blocks, add up each step's sums, for which a tile may take two warpgroups.
     """
+    if own := own_loop(signature.b.dtype):
+        config = own.fitted(config, signature)
     if signature.promoted:
         if signature.form != DENSE:
             config = replace(config, scheduler="persistent")

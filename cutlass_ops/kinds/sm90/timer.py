@@ -98,8 +98,8 @@ class Sm90Timer:
         widths = self.traits.element_bytes, self.traits.d_bytes
         worth = self.ordered & (not self.traits.ragged_k) & (cover.waves <= WAVES_BY_GPC)
         batch = replace(self.batch, by_gpc=_EITHER_ORDER) if worth.any() else self.batch
-        adding = self._adding(cover, chip)
-        times = model.times(batch, extents, chip, widths, lines, cover, self.traits.narrow, adding)
+        adding, narrow, sparse = self._adding(cover, chip), self.traits.narrow, self.traits.sparse
+        times = model.times(batch, extents, chip, widths, lines, cover, narrow, adding, sparse)
         usual, *others = times if times.ndim > worth.ndim else (times,)
         if max(cover.rows.max(), cover.columns.max(), extents.gemms.max()) > arch.MAX_GRID_Y:
             usual = np.where(self._launchable(cover, extents), usual, np.inf)

@@ -89,11 +89,12 @@ def _since(capability: tuple[int, int]) -> tuple[str, ...]:
 def _of_the_library() -> list[Instruction]:
     """Return what our kernels multiply with, read from the table of the legality rules.
 
-    Not 3xTF32, which is three products in TF32, nor FP64, whose rows below say which chips have a unit for it.
+    Not 3xTF32, which is three products in TF32, nor weights in forms of their own, nor FP64, whose rows below say which
+    chips have a unit for it.
     """
     found = []
     for mma in MMAS:
-        if mma.a in (dtypes.tf32x3, dtypes.f64):
+        if mma.packed or mma.sparse or mma.a in (dtypes.tf32x3, dtypes.f64):
             continue
         types = (mma.a.name, mma.b.name, mma.accumulator.name)
         if warps := mma.by(arch.WGMMA):
