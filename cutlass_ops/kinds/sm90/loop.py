@@ -41,7 +41,9 @@ class Loop:
     """The library's own main loop (``mainloop.h``). Another one is a subclass, with the types of B that it reads."""
 
     reads: ClassVar[tuple[DType, ...]] = ()
-    headers: ClassVar[tuple[str, ...]] = ()  # besides those of other kernels
+    # Besides those of other kernels: for the device, and for a launch.
+    headers: ClassVar[tuple[str, ...]] = ()
+    launched: ClassVar[tuple[str, ...]] = ()
     # The class that reads a call's operands, and its object's name; None for the form's.
     reader: ClassVar[tuple[str, str] | None] = None
 
@@ -114,7 +116,7 @@ class Loop:
         return f"cutlass_ops::{around}<{found}>" if around else found
 
     def fill(self, spec: KernelSpec) -> list[str]:
-        """Spell how a launch fills them: descriptors of A and B in the kernel's orientation, and what is beside them."""
+        """Spell how a launch fills them: descriptors of A and B, in the kernel's orientation, and what is beside."""
         config, products = config_of(spec), spec.epilogue.products
         now = loaded(spec.a, spec.b) if config.realign else (spec.a, spec.b)
         along_k = {"a": now[0].major == "row", "b": now[1].major == "col"}

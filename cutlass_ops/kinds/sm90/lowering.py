@@ -170,7 +170,7 @@ def _launched(spec: KernelSpec, reductions: Aliases, copier: str, taken: str | N
         "rows_beside": taken == "beside",
         "results": bool(reductions),
         copier: bool(copier),
-    }
+    } | dict.fromkeys(loop_of(spec).launched, True)
     return [f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]
 
 

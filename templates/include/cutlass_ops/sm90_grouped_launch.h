@@ -92,14 +92,7 @@ struct GroupedOrder : WholeTiles<false> {
 #if CUTLASS_OPS_HOST
 
 // The distance between rows, a second time and wrapped around, in the places of those between batches.
-inline Batching twice(int64_t row) {
-  Batching found;
-  found.any = true;
-  found.extents[0] = found.extents[1] = kRaggedExtent;
-  found.apart[0] = row;
-  found.apart[1] = kRaggedWrap - row;
-  return found;
-}
+inline Batching twice(int64_t row) { return {2, {kRaggedExtent, kRaggedExtent}, {row, kRaggedWrap - row}}; }
 
 // How TMA copies a tile whose rows end with a group.
 template <class Element, Major kMajor>

@@ -327,17 +327,15 @@ struct OrderedParams : WholeTiles<true> {
 
 // ---- Descriptors ---------------------------------------------------------------------------------------------------
 
-// What a descriptor says of batches: so many, so many elements apart, along two leading dimensions, or none.
+// What a descriptor says of batches: so many, so many elements apart, along one or two modes.
 struct Batching {
-  bool any = false;
+  int modes = 1;
   int64_t extents[2] = {1, 1}, apart[2] = {0, 0};
-
-  Batching() = default;
-  Batching(Problem const& problem, Batches const& batches)
-      : any(true), extents{problem.inner, problem.count / problem.inner}, apart{batches.inner, batches.outer} {}
 };
 inline Batching batching(Problem const&, Matrix const&) { return {}; }
-inline Batching batching(Problem const& problem, BatchedMatrix const& x) { return {problem, x.batches}; }
+inline Batching batching(Problem const& problem, BatchedMatrix const& x) {
+  return {2, {problem.inner, problem.count / problem.inner}, {x.batches.inner, x.batches.outer}};
+}
 
 // The types by which TMA copies: those of bits, where it is told no other, and those of values.
 template <class Element>
@@ -375,7 +373,7 @@ struct Boxes {
                                 uint64_t(batching.extents[1])};
     auto const apart = [&](int64_t elements) { return uint64_t(elements) * uint64_t(bytes); };
     uint64_t const strides[] = {apart(ld), apart(batching.apart[0]), apart(batching.apart[1])};
-    cutlass_ops::encode(descriptor, type, batching.any ? 4 : 3, data, extents, strides, box, CUtensorMapSwizzle(swizzle));
+    cutlass_ops::encode(descriptor, type, uint32_t(2 + batching.modes), data, extents, strides, box, CUtensorMapSwizzle(swizzle));
   }
 };
 
