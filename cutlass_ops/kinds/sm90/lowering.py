@@ -168,7 +168,7 @@ def _launched(spec: KernelSpec, reductions: Aliases, copier: str, taken: str | N
         "sm90_grouped_launch": spec.form in WRAPPED,
         "rows": bool(spec.epilogue.gathered),
         "rows_beside": taken == "beside",
-        "results": bool(reductions),
+        "sm90_results": bool(reductions),
         copier: bool(copier),
     } | dict.fromkeys(loop_of(spec).launched, True)
     return [f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]

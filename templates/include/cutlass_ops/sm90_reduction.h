@@ -7,8 +7,8 @@
 
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/reduce.h"
-#include "cutlass_ops/results.h"
 #include "cutlass_ops/sm90_gemm.h"
+#include "cutlass_ops/sm90_results.h"
 
 namespace cutlass_ops {
 

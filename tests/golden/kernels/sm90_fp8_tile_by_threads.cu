@@ -13,7 +13,7 @@
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
 #include "cutlass_ops/sm90_launch.h"
-#include "cutlass_ops/results.h"
+#include "cutlass_ops/sm90_results.h"
 #if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/sm90_reduction.h"
