@@ -761,6 +761,8 @@ class Epilogue : public Collective::Type {
   static constexpr bool kColumnMajorC = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideC>();
   static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
   static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
+  static_assert(decltype(typename Base::SmemLayoutAtomD{}.layout_a())::num_bits ==
+                swizzle_of((kColumnMajorD ? kPartM : kPartN) * int(sizeof(ElementD_))));
   static constexpr int kPartsM = cute::size<0>(CtaTile{}) / kPartM, kPartsN = cute::size<1>(CtaTile{}) / kPartN;
 
   template <class Atom, int kStages, bool kColumnMajor>

@@ -1,9 +1,10 @@
 // The two halves of a rendered file, and what joins them.
 //
 // A rendered file is an ordinary CUDA source: `nvcc -shared` makes a library of it. cutlass_ops compiles its halves at the
-// same time instead: nvcc the device's, the C++ compiler alone the host's. The latter reads the kernels, since their types
-// say what a launch needs, but compiles none. This header lets it read them. image.S puts the machine code into the library.
-// This header makes it known to the CUDA runtime, as nvcc would.
+// same time instead: nvcc the device's, the C++ compiler alone the host's. The latter compiles no kernel. Of most kinds, it
+// reads kernels, since their types say what a launch needs, and this header lets it. Of those for Sm90 it knows plain
+// structures alone (sm90_launch.h). image.S puts the machine code into the library. This header makes it known to the CUDA
+// runtime, as nvcc would.
 
 #pragma once
 

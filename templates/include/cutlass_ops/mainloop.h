@@ -40,6 +40,7 @@ struct Operand {
   // bring some of them each. Otherwise it brings whole boxes, and a multicasting block brings all rows of its part of K.
   static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
   static constexpr int kSwizzle = decltype(Stage{}.layout_a())::num_bits, kLine = (16 << kSwizzle) / int(sizeof(Element));
+  static_assert(kSwizzle == swizzle_of((kAnyRows ? Columns::value : Rows::value) * int(sizeof(Element))));
   static constexpr int kBoxes = (kAnyRows ? Columns::value : Rows::value) / kLine;  // of a stage
   static constexpr int kBox = kElements / kBoxes;
   // Of one matrix: the rows of a tile, and the lines of a box that one block loads.

@@ -1,6 +1,6 @@
-// How Sm90 kernels are launched. The host reads no CUTLASS, whose templates would take most of its compilers' time: it knows
-// a kernel's parameters as the plain structures below, and what a source says in numbers. Both halves read this header. The
-// device's checks that the structures lie as CUTLASS's do (Sm90Kernel in sm90_gemm.h).
+// How Sm90 kernels are launched. The host reads no CUTLASS, whose templates would take most of its compiler's time: it knows
+// a kernel's parameters as the plain structures below, and the rest from numbers in the source. Both halves read this header.
+// The device's half checks that the structures lie as CUTLASS's do (Sm90Kernel in sm90_gemm.h).
 //
 // "Row" and "column", M and N are the kernel's, as everywhere: one that computes the transposed problem has D's columns as rows.
 
@@ -66,13 +66,20 @@ struct BlockScalesParams {
   Strided rows, columns;
 };
 
+// How a tile with so many bytes beside each other is swizzled in shared memory: over 16 << so many bytes.
+constexpr int swizzle_of(int bytes) {
+  int swizzle = 3;
+  while (swizzle > 0 && bytes % (16 << swizzle) != 0) --swizzle;
+  return swizzle;
+}
+
 // CuTe's copy by TMA: a descriptor, and strides that its type says.
 struct TmaCopy {
   CUtensorMap descriptor;
   Nothing strides;
 };
 
-// Parameters of the epilogue's nodes. CUTLASS keeps up to four side by side, and more of them in a tuple, in which one that is
+// Parameters of the epilogue's visitors. CUTLASS keeps up to four side by side, and more of them in a tuple, in which one that is
 // empty takes no place.
 template <class First, class... Rest>
 class Tuple {
@@ -365,10 +372,8 @@ struct Boxes {
   // Of a matrix's `along` elements beside each other, and `across` lines of these.
   void encode(CUtensorMap& descriptor, void const* data, int64_t along, int64_t across, int64_t ld, Batching const& batching,
               int box_lines) const {
-    int swizzle = 3;
-    while (swizzle > 0 && length * bytes % (16 << swizzle) != 0) --swizzle;
-    int const line = swizzle > 0 || length * bytes % 16 == 0 ? (16 << swizzle) / bytes : length;
-    uint32_t const box[] = {uint32_t(line), uint32_t(box_lines), 1, 1};
+    int const swizzle = swizzle_of(length * bytes);
+    uint32_t const box[] = {uint32_t(std::min(length, (16 << swizzle) / bytes)), uint32_t(box_lines), 1, 1};
     uint64_t const extents[] = {uint64_t(along), uint64_t(across), uint64_t(batching.extents[0]),
                                 uint64_t(batching.extents[1])};
     auto const apart = [&](int64_t elements) { return uint64_t(elements) * uint64_t(bytes); };
