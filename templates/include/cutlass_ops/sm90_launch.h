@@ -30,6 +30,8 @@ struct tfloat32_t { uint32_t bits; };
 struct float_e4m3_t { uint8_t bits; };
 struct float_e5m2_t { uint8_t bits; };
 }  // namespace cutlass
+#else
+#include "cutlass/numeric_types.h"
 #endif
 
 namespace cutlass_ops {
