@@ -132,6 +132,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
             "shared": ["cutlass_ops/places.h"] * bool(lowered.places) + [h for h in values["headers"] if h in _SHARED],
             "device": [h for h in values["headers"] if h not in _SHARED],
         },
+        "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
         "params": _params(spec, [n.params for n in nodes]),
         "kernels_before": _kernels_before(copier["kernel"] if copies else "", taken),
         "matrix": "cutlass_ops::Matrix" if spec.form == DENSE else "cutlass_ops::BatchedMatrix",

@@ -132,7 +132,8 @@ using CollectiveMainloop = cutlass_ops::Mainloop<
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
-static_assert(GemmKernel::SharedStorageSize == 220160 && CollectiveMainloop::DispatchPolicy::Stages == 6);
+static_assert(GemmKernel::SharedStorageSize == 220160, "the host's half says otherwise");
+static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
 static_assert(sizeof(Reduce_most::State) == 24);
 static_assert(sizeof(Reduce_least::State) == 4);
 static_assert(sizeof(Reduce_raw::State) == 4);
