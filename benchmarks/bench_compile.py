@@ -9,8 +9,8 @@ Each row: {"kernel", "ours_s", "nvcc_s", "ratio"}. The ratio is ours over nvcc's
 
 With --files, four kernels are compiled alone, in pairs and together, and beside that as another checkout does it. The
 processor time counts, which other programs change less than the wait. A row is one size of file, with seconds per
-kernel: {"kernels", "device_s", "host_s"}. "header_s" is what the precompiled header takes once. "before" is the mean of
-these kernels in the other checkout, which compiles each alone. "ratios" are the rows' sums over it.
+kernel: {"kernels", "device_s", "host_s"}. "before" is the mean of these kernels in the other checkout, which compiles
+each alone. "ratios" are the rows' sums over it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch
 from cutlass_ops.compilation import compiler
 from cutlass_ops.compilation.builder import build_artifact
-from cutlass_ops.compilation.headers import HEADER
 from cutlass_ops.compilation.toolchain import Toolchain, environment, find_toolchain
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.kinds import render
@@ -142,25 +141,11 @@ def processor_seconds(command: Sequence[str], folder: Path, toolchain: Toolchain
     return used.ru_utime + used.ru_stime
 
 
-def header(toolchain: Toolchain, folder: Path) -> float:
-    """Precompile Hopper's header into a folder; return the processor seconds."""
-    compiler.link_inputs(folder, toolchain)
-    place = folder / compiler.PRECOMPILED / f"{HEADER}.gch"
-    place.parent.mkdir(parents=True)
-    (folder / "header.h").write_text(f'#include "{HEADER}"\n')
-    flags = compiler.header_flags(arch.target("sm_90a"))
-    command = (str(toolchain.host_compiler), *flags, "-o", "header.gch", "header.h")
-    seconds = processor_seconds(command, folder, toolchain)
-    (folder / "header.gch").rename(place)
-    return seconds
-
-
-def file_row(specs: Sequence[KernelSpec], toolchain: Toolchain, headers: Path, folder: Path) -> dict[str, Any]:
+def file_row(specs: Sequence[KernelSpec], toolchain: Toolchain, folder: Path) -> dict[str, Any]:
     """Compile kernels in one file, one compiler after the other; return their processor seconds per kernel."""
     target, sources = arch.target(specs[0].target), [render.render(spec) for spec in specs]
     flags, nvcc = compiler.compile_flags(target), (str(toolchain.nvcc), f"-ccbin={toolchain.host_compiler}")
     compiler.link_inputs(folder, toolchain)
-    (folder / compiler.PRECOMPILED).symlink_to(headers / compiler.PRECOMPILED)
     (folder / "kernel.cu").write_text(compiler.joined(sources))
     device = processor_seconds(compiler.ptx_step("kernel.cu", target, toolchain).command, folder, toolchain)
     host = 0.0
@@ -207,7 +192,7 @@ def files(checkout: Path, toolchain: Toolchain, head: dict[str, Any], out: Path)
         rows = [
             _mean([row for row in found if row["kernels"] == size]) for size in sorted({r["kernels"] for r in found})
         ]
-        result = head | {"header_s": round(header_s, 2), "load": round(os.getloadavg()[0], 1), "rows": rows}
+        result = head | {"load": round(os.getloadavg()[0], 1), "rows": rows}
         if others:
             result["before"] = {"kernels": len(others), **_mean(others)}
             whole = result["before"]["device_s"] + result["before"]["host_s"]
@@ -217,7 +202,7 @@ def files(checkout: Path, toolchain: Toolchain, head: dict[str, Any], out: Path)
 
     def ours_of(group: Sequence[KernelSpec]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            row = file_row(group, toolchain, Path(headers), Path(folder))
+            row = file_row(group, toolchain, Path(folder))
         with lock:
             found.append(row)
             save()
@@ -230,8 +215,7 @@ def files(checkout: Path, toolchain: Toolchain, head: dict[str, Any], out: Path)
             save()
 
     # Both at the same time: what else runs slows both alike.
-    with tempfile.TemporaryDirectory() as headers, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        header_s = header(toolchain, Path(headers))
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         tasks = [
             one.submit(ours_of, group) for group in (specs[:1], specs, specs[1:2], specs[2:3], specs[3:], specs[:2])
         ]

@@ -6,7 +6,6 @@ Layout of a store, which is safe to delete at any time::
     locks/<key>                    exists while a kernel is built; the system releases the lock with the process
     tmp/<key>.<boot>.<random>/     a build in progress on one machine; belongs to one builder, which holds the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
-    headers/<digest>/              headers that the host compiler has read already: one set, not counted as kernels
     memo/                          what saves later processes work (:mod:`cutlass_ops.compilation.memo`)
 
 A kernel's folder is touched on use. If the store grows too large, the least recently used kernels are removed.
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 _KEY_LENGTH = 64
 _KEY = "[0-9a-f]" * _KEY_LENGTH
-_FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed", "headers")
+_FOLDERS = (f"v{FORMAT}", "locks", "tmp", "failed")
 # Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
@@ -250,22 +249,6 @@ class KernelStore:
             _log.warning("cannot limit the size of the kernel store %s: %s", self.root, exc)
         return artifact
 
-    def publish_headers(self, folder: Path, file: Path, header: str) -> None:
-        """Publish a precompiled header in place of all that are here. The caller holds the lock."""
-        with self.writing():
-            target = folder / f"{header}.gch"
-            target.parent.mkdir()
-            file.rename(target)
-            # g++ takes the other file once in a source, and reads this one if further headers include the header.
-            (folder / header).write_text(f"#include_next <{header}>\n")
-            for path in folder.iterdir():
-                if path != target.parent:
-                    _remove(path)
-            place = self.folder("headers")
-            for other in place.iterdir():
-                self.discard(other)
-            folder.rename(place / folder.name[:_KEY_LENGTH])
-
     def keep_failed(self, folder: Path) -> Path:
         """Keep a failed build for inspection, in place of that kernel's last failure."""
         with self.writing():
@@ -292,7 +275,7 @@ class KernelStore:
     def clean(self, *, unused_for: float | None = None, keep: int | None = None) -> int:
         """Remove kernels, abandoned builds and abandoned locks; return the number of removed kernels.
 
-        Without arguments, remove every kernel, every failed build and precompiled headers. ``unused_for`` removes what
+        Without arguments, remove every kernel and every failed build. ``unused_for`` removes what
         was not looked up for this many seconds, ``keep`` the least recently used until this many bytes are left.
         """
         if not self.root.exists():
@@ -302,7 +285,6 @@ class KernelStore:
             kernels, failures = self._uses(), disk.uses((self.root / "failed").glob("*"))
             if unused_for is None and keep is None:
                 unused_for = -math.inf
-                self.discard(self.root / "headers")
             if unused_for is not None:
                 before = (time.time() - unused_for) * 1e9
                 old = [use for use in (*kernels, *failures) if use.last < before]

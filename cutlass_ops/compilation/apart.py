@@ -331,7 +331,7 @@ def serve(number: int, temporary: str) -> None:
         os.nice(_NICE)
     cancel, lock = threading.Event(), threading.Lock()
     waiting = Waiting(env.jobs())
-    pool, headers = ThreadPoolExecutor(env.jobs()), ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(env.jobs())
 
     def answer(**found: Any) -> None:
         with lock, contextlib.suppress(OSError, ValueError):
@@ -353,20 +353,13 @@ def serve(number: int, temporary: str) -> None:
         finally:
             waiting.finished()
 
-    def precompile(spec: Declaration) -> None:
-        from cutlass_ops.compilation.builder import prepare_headers
-
-        prepare_headers(spec, cancel=cancel)
-
     def start() -> None:
         for group in waiting.groups():
             pool.submit(build, group)
-            headers.submit(precompile, group[0].spec)
 
     threading.Thread(target=start, name="cutlass_ops_groups", daemon=True).start()
     for line in sys.stdin.buffer:
         waiting.add(json.loads(line))
     cancel.set()
     waiting.close()
-    for each in (pool, headers):
-        each.shutdown(cancel_futures=True)
+    pool.shutdown(cancel_futures=True)

@@ -24,7 +24,7 @@ from cutlass_ops.base.errors import CompileError, CutlassOpsError, MissingKernel
 from cutlass_ops.base.executors import Threads
 from cutlass_ops.base.frozen import plain
 from cutlass_ops.base.terminal import Progress, progress
-from cutlass_ops.compilation import headers, memo
+from cutlass_ops.compilation import memo
 from cutlass_ops.compilation.abi_check import prove_halves_agree
 from cutlass_ops.compilation.compiler import LOG, Together, compile_kernel, compile_ptx
 from cutlass_ops.compilation.identity import Identity, identify
@@ -38,8 +38,6 @@ _log = logging.getLogger("cutlass_ops")
 
 # Maximum number of threads that wait for an executor.
 _WAITING = 256
-# Kernels from which on it takes less time to precompile their headers first.
-_WORTH = 3
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,6 @@ def build_together(
         yield built
 
 
-def prepare_headers(spec: Declaration, *, cancel: threading.Event | None = None) -> None:
-    """Precompile what kernels like this one include, as :func:`cutlass_ops.compilation.headers.make` does."""
-    what = identify(spec)
-    if what.toolchain is not None:
-        headers.make(KernelStore.default(), what.source, what.toolchain, cancel)
-
-
 def _prepare_together(specs: Sequence[Declaration], cancel: threading.Event | None) -> None:
     """Build those kernels together that the store lacks, and that nobody else is building."""
     store = KernelStore.default()
@@ -178,16 +169,13 @@ def _prepare_together(specs: Sequence[Declaration], cancel: threading.Event | No
         if len(jobs) < 2:
             return
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="cutlass_ops.")))
-        pool = held.enter_context(Threads(len(jobs) + 2, thread_name_prefix="cutlass_ops_together"))
+        pool = held.enter_context(Threads(len(jobs) + 1, thread_name_prefix="cutlass_ops_together"))
         sources, toolchain, target = (
             [job.what.source for job in jobs],
             jobs[0].toolchain,
             arch.target(jobs[0].spec.target),
         )
-        together = Together(
-            pool.submit(compile_ptx, folder, sources, target, toolchain, cancel),
-            pool.submit(headers.make, store, sources[0], toolchain, cancel),
-        )
+        together = Together(pool.submit(compile_ptx, folder, sources, target, toolchain, cancel))
         for job in jobs:
             pool.submit(_compile, replace(job, together=together), cancel)
 
@@ -386,7 +374,6 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
                     arch.target(what.spec.target),
                     toolchain,
                     cancel=cancel,
-                    precompiled=headers.folder(job.store, toolchain),
                     together=job.together,
                 )
         published = job.store.publish(folder, what.parts, _proved(folder / LIBRARY, what.spec), compiled)
@@ -419,9 +406,6 @@ def _build_all(jobs: list[_Job], workers: int) -> dict[Declaration, Artifact]:
     ):
         # Submit inside the try block: an interrupt may come between submissions and must end the running builds.
         try:
-            served = [job for job in jobs if job.elsewhere is None and headers.serve(job.what.source)]
-            if len(served) >= _WORTH:
-                pool.submit(headers.make, served[0].store, served[0].what.source, served[0].toolchain, cancel)
             futures = {pool.submit(job.build, cancel): job for job in jobs}
             _watch(futures, steps)
         except BaseException:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,6 @@ IMAGE = "cutlass_ops/image.S"  # in the folder of headers; embeds the device cod
 _DEVICE = "kernel.fatbin"  # the name in image.S
 _HOST = "kernel.o"
 _PTX = "kernels.ptx"
-PRECOMPILED = "inc/precompiled"
 
 # Maximum number of folders of CUDA headers, for the host compiler. nvcc finds its own.
 _CUDA_FOLDERS = 3
@@ -103,7 +102,6 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
         ),
         "host": (
             "-xc++",
-            f"-I{PRECOMPILED}",  # g++ takes what is there in place of a header
             *common,
             *(f"-isysteminc/cuda{i}" for i in range(_CUDA_FOLDERS)),
             # A distribution has thousands of libraries: -Os makes a third less code than -O2, and the next two take
@@ -139,17 +137,14 @@ def compile_kernel(
     *,
     timeout: float = COMPILE_TIMEOUT,
     cancel: threading.Event | None = None,
-    precompiled: Path | None = None,
     together: Together | None = None,
 ) -> Compiled:
     """Compile one rendered kernel into a shared library, and clear what ptxas must not have left in it.
 
-    The folder gets the log, and the links ``inc`` and ``lib``, by which a printed command runs again. ``precompiled``
-    is a folder of headers, which need not exist; ``together`` has PTX in which the kernel is one of several.
+    The folder gets the log, and the links ``inc`` and ``lib``, by which a printed command runs again. ``together`` has
+    PTX in which the kernel is one of several.
     """
     run = _prepared(folder, toolchain, timeout, cancel)
-    if precompiled is not None:
-        (folder / PRECOMPILED).symlink_to(precompiled)
     flags = compile_flags(target)
     nvcc, host = str(toolchain.nvcc), str(toolchain.host_compiler)
     host_step = _Step((host, *flags["host"], "-o", _HOST, source), _HOST)
@@ -158,8 +153,6 @@ def compile_kernel(
     if together is None:
         run(ptx_step(source, target, toolchain), host_step)
     else:
-        if together.headers.result():
-            wait((together.ptx,))  # headers are there by then
         with together.turn:
             run(host_step)
         (folder / _PTX).symlink_to(together.ptx.result())
@@ -179,7 +172,6 @@ class Together:
     """What kernels share that are compiled in one file."""
 
     ptx: Future[Path]  # the file from `compile_ptx`
-    headers: Future[bool]  # what `cutlass_ops.compilation.headers.make` returns
     # Is held by the kernel whose host code is being compiled: one after the other, beside the device code.
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -208,22 +200,6 @@ def compile_ptx(
     (folder / "kernel.cu").write_text(joined(sources), encoding="utf-8")
     run(ptx_step("kernel.cu", target, toolchain))
     return folder / _PTX
-
-
-def precompile(
-    folder: Path, header: str, target: Target, toolchain: Toolchain, cancel: threading.Event | None = None
-) -> Path:
-    """Precompile a header for the host compiler, in an empty folder, and return the file."""
-    run = _prepared(folder, toolchain, COMPILE_TIMEOUT, cancel)
-    (folder / "header.h").write_text(f'#include "{header}"\n')
-    command = (str(toolchain.host_compiler), *header_flags(target), "-o", "header.gch", "header.h")
-    run(_Step(command, "header.gch"))
-    return folder / "header.gch"
-
-
-def header_flags(target: Target) -> list[str]:
-    """Return the flags with which the host compiler precompiles a header."""
-    return ["-xc++-header" if flag == "-xc++" else flag for flag in compile_flags(target)["host"] if flag != "-c"]
 
 
 def _prepared(folder: Path, toolchain: Toolchain, timeout: float, cancel: threading.Event | None) -> _Run:

@@ -96,6 +96,7 @@ class Visitor:
     arguments: str
     edges: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
+    params: str = ""  # the type of its arguments, if the host does not know the visitor
 
 
 @dataclass(frozen=True)

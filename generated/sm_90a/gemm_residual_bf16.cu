@@ -11,41 +11,54 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
+#include "cutlass_ops/sm90_launch.h"
+#if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
+#endif
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
+#if defined(__CUDA_ARCH__)
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
+#endif
 
 namespace {
-
-namespace fusion = cutlass::epilogue::fusion;
-using cute::_0;
-using cute::_1;
 
 // ---- Operands: D (M, N) = epilogue(A (M, K) @ B (K, N)) ----
 
 using ElementA = cutlass::bfloat16_t;
-using LayoutA = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorA = cutlass_ops::Major::kRow;
 constexpr int AlignmentA = 8;
 
 using ElementB = cutlass::bfloat16_t;
-using LayoutB = cutlass::layout::ColumnMajor;
 constexpr cutlass_ops::Major MajorB = cutlass_ops::Major::kCol;
 constexpr int AlignmentB = 8;
 
 using ElementD = cutlass::bfloat16_t;
-using LayoutD = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorD = cutlass_ops::Major::kRow;
 constexpr int AlignmentD = 8;
 
-using ElementAccumulator = float;
-using ElementCompute = float;
 using Element_residual = cutlass::bfloat16_t;
 
+
+// ---- What a launch gives the kernel ----
+
+using MainloopParams = cutlass_ops::MainloopParams<false, cutlass_ops::Nothing, cutlass_ops::Nothing>;
+using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
+    cutlass_ops::Nothing, cutlass_ops::Nothing, cutlass_ops::Nothing>>;
+using Scheduler = cutlass_ops::OrderedParams<false>;
+using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
+
+#if defined(__CUDA_ARCH__)
 // ---- Configuration ----
 
+namespace fusion = cutlass::epilogue::fusion;
+using cute::_0;
+using cute::_1;
+using LayoutA = cutlass::layout::RowMajor;
+using LayoutB = cutlass::layout::ColumnMajor;
+using ElementAccumulator = float;
+using ElementCompute = float;
 using ThreadblockShape = cute::Shape<cute::_128, cute::Int<128>, cute::Int<64>>;
 using ClusterShape = cute::Shape<cute::_2, cute::_1, _1>;
 using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -86,11 +99,16 @@ using CollectiveMainloop = cutlass_ops::Mainloop<
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize == 214016, "the host's half says otherwise");
 static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+using Kernel = cutlass_ops::Sm90Kernel<GemmKernel, Params, 384>;
+#else
+using Kernel = cutlass_ops::Launched<Params, 384>;
+#endif
 
 }  // namespace
 
-CUTLASS_OPS_KERNEL(gemm_residual_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_569b81037522, cutlass_ops::Sm90Kernel<GemmKernel>)
+CUTLASS_OPS_KERNEL(gemm_residual_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_569b81037522, Kernel)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
@@ -98,7 +116,9 @@ CUTLASS_OPS_KERNEL(gemm_residual_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_
 namespace {
 
 struct Gemm {
-  using GemmKernel = ::GemmKernel;
+  using Params = ::Params;
+  using Scheduler = ::Scheduler;
+  static constexpr cutlass_ops::Geometry kShape{128, 128, 64, 2, 1, 384, 6, 214016};
   static void const* kernel() { return cutlass_ops::handle(&gemm_residual_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_569b81037522); }
   static constexpr bool kOverlaps = true;
 
@@ -118,20 +138,28 @@ struct Gemm {
     return o;
   }
 
-  static typename GemmKernel::Arguments arguments(Operands const& o) {
-    typename EpilogueCallbacks::Arguments const epilogue{
+  static cutlass_ops::Extents<1> extents(cutlass_ops::Problem const& p) { return {p.m, p.n, p.k, 1}; }
+  static Scheduler scheduler(Operands const&) { return {}; }
+
+  static void fill(Params& params, Operands const& o) {
+    auto& mainloop = params.mainloop;
+    cutlass_ops::Side<ElementA, true> const side_a{128, 64, 1, 1};
+    mainloop.rows_a = o.problem.m;
+    mainloop.a = side_a.encoded(o.a, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.a));
+    cutlass_ops::Side<ElementB, true> const side_b{128, 64, 1, 2};
+    mainloop.rows_b = o.problem.n;
+    mainloop.b = side_b.encoded(o.b, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.b));
+    mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();
+    mainloop.inverse_k = 1.0f / float(o.problem.k);
+    auto& epilogue = params.epilogue;
+    epilogue.thread = {
         {},  // Accumulator
         {},  // Load_residual
         {},  // Compute_d
     };
-    return {
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {o.problem.m, o.problem.n, o.problem.k, 1},
-        {o.a.ptr<ElementA>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.a),
-         o.b.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.b)},
-        {epilogue, o.residual.ptr<Element_residual>(), cutlass_ops::stride<typename GemmKernel::StrideC>(o.residual),
-         o.d.ptr<ElementD>(), cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)},
-    };
+    epilogue.tma_load_c = cutlass_ops::tile_copy<Element_residual, cutlass_ops::Major::kRow>(o.residual, cutlass_ops::batching(o.problem, o.residual), 32, 64);
+    epilogue.tma_store_d = cutlass_ops::tile_copy<ElementD, cutlass_ops::Major::kRow>(o.d, cutlass_ops::batching(o.problem, o.d), 32, 64);
+    epilogue.tma_transaction_bytes = 2048 * sizeof(Element_residual);
   }
 
   static constexpr bool kPrepares = false;

@@ -86,11 +86,12 @@ unsigned __ballot_sync(unsigned, int value) {
 }
 int __ffs(int value) { return __builtin_ffs(value); }
 
-#include "cutlass_ops/sm90_gemm.h"  // before CuTe: it has the driver's place there
+#include "cutlass_ops/types_of_cutlass.h"  // before what knows a kernel without CUTLASS
 
 #include "cutlass_ops/block_scales.h"
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/ragged.h"
+#include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/sm90_grouped.h"
 #include "cutlass_ops/sm90_ragged_k.h"
 
@@ -163,13 +164,10 @@ bool stores_each_group() {
   int const n = 1000, rows = 100'000;
   uintptr_t const base = 1ull << 40;
 
-  typename Type::Arguments arguments{};
-  arguments.ptr_D = reinterpret_cast<Element*>(base);
-  cute::get<kSwapped ? 1 : 0>(arguments.dD) = ld;
-  cute::get<2>(arguments.dD) = cute::make_stride(ld, int64_t(0));
-  int const m_extent = kSwapped ? n : rows, n_extent = kSwapped ? rows : n;
+  cutlass_ops::BatchedMatrix const d{{reinterpret_cast<Element*>(base), rows, n, ld}, {ld, 0}};
   cutlass_ops::descriptor_error() = CUDA_SUCCESS;
-  auto const params = Type::to_underlying_arguments(make_shape(m_extent, n_extent, 64, make_shape(1, 5)), arguments, nullptr);
+  cutlass_ops::ragged_copy<Element, cutlass_ops::Major::kRow>(d, kColumns, kRows);
+  typename Type::Params const params{};
   if (cutlass_ops::descriptor_error() != CUDA_SUCCESS || encoded.base != base) return std::puts("it is refused"), false;
 
   int const groups[][2] = {{0, 1}, {1, 63}, {64, 200}, {99'000, 1000}, {99'999, 1}};  // first row and size
@@ -232,18 +230,13 @@ bool loads_each_group() {
   int64_t const ld = 144, line = 152, apart = 200 * 152 + 8;
   auto* const x = reinterpret_cast<Element*>(1ull << 40);
   auto* const w = reinterpret_cast<Element*>(1ull << 41);
-  typename Grouped::Arguments arguments{};
-  auto const give = [&](auto& pointer, auto& stride, Element* data, int64_t lines, int64_t between) {
-    pointer = data;
-    cute::get<0>(stride) = lines;
-    cute::get<2>(stride) = cute::make_stride(int64_t(0), between);
-  };
-  give(arguments.ptr_A, arguments.dA, kSwapped ? w : x, kSwapped ? line : ld, kSwapped ? apart : 0);
-  give(arguments.ptr_B, arguments.dB, kSwapped ? x : w, kSwapped ? ld : line, kSwapped ? 0 : apart);
+  cutlass_ops::Problem const problem{rows, n, k, experts, 1};
+  cutlass_ops::BatchedMatrix const a{{x, rows, k, ld}, {}}, b{{w, k, n, line}, {0, apart}};
+  cutlass_ops::Side<Element, true> const side{64, 64, 1, 1};
   every.clear();
   cutlass_ops::descriptor_error() = CUDA_SUCCESS;
-  auto const problem = make_shape(kSwapped ? n : rows, kSwapped ? rows : n, k, make_shape(1, experts));
-  auto const params = Grouped::to_underlying_arguments(problem, arguments, nullptr);
+  side.encoded(a, rows, k, cutlass_ops::batching(problem, a));
+  side.encoded(b, n, k, cutlass_ops::batching(problem, b));
   auto const of = [](void const* data) {
     return *std::find_if(every.begin(), every.end(), [&](Encoded const& e) { return e.base == uintptr_t(data); });
   };
@@ -330,20 +323,19 @@ bool loads_each_group_of_k() {
   int64_t const ld_a = 208, ld_b = 144;
   auto* const x = reinterpret_cast<Element*>(1ull << 40);
   auto* const y = reinterpret_cast<Element*>(1ull << 41);
-  typename Ragged::Arguments arguments{};
-  arguments.ptr_A = x, arguments.ptr_B = y;
-  cute::get<1>(arguments.dA) = ld_a, cute::get<1>(arguments.dB) = ld_b;
   every.clear();
   cutlass_ops::descriptor_error() = CUDA_SUCCESS;
   auto const problem = make_shape(m, n, rows, make_shape(5, 1));
-  auto const params = Ragged::to_underlying_arguments(problem, arguments, nullptr);
+  typename Ragged::Params const params{};
+  cutlass_ops::Side<Element, false> const side_a{64, 64, 1, 1}, side_b{32, 64, 1, 1};
+  side_a.encoded({x, m, rows, ld_a}, m, cutlass_ops::kRaggedRows, cutlass_ops::twice(ld_a));
+  side_b.encoded({y, rows, n, ld_b}, n, cutlass_ops::kRaggedRows, cutlass_ops::twice(ld_b));
   auto const of = [](void const* data) {
     return *std::find_if(every.begin(), every.end(), [&](Encoded const& e) { return e.base == uintptr_t(data); });
   };
   Encoded const of_x = of(x), of_y = of(y);
   if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands of K are refused"), false;
   if (size<3>(get<0>(Ragged{}.load_init(problem, params))) != 1) return std::puts("tiles have more than one step"), false;
-  if (params.of_group.divisor != 4 * 5) return std::puts("tiles of a group"), false;
   cutlass_ops::RowGroups::Rows const groups[] = {{0, 0}, {0, 1}, {1, 63}, {64, 200}, {99'000, 1000}, {100'000, 0}};
   for (auto const& group : groups) {
     auto const origin = Ragged::origin_of(group);
@@ -367,6 +359,19 @@ bool loads_each_group_of_k() {
         }
       }
     }
+  }
+  return true;
+}
+
+// Quotients of numbers in order, and of some large ones.
+bool divides_as_c_does() {
+  std::mt19937 random(0);
+  for (int trial = 0; trial < 20'000; ++trial) {
+    int const divisor = trial < 4000 ? trial + 1 : std::max(1, int(random() >> 1)), dividend = int(random() >> (1 + trial % 31));
+    int quotient, remainder;
+    cutlass_ops::Divisor{divisor}(quotient, remainder, dividend);
+    bool const right = quotient == dividend / divisor && remainder == dividend % divisor;
+    if (!right) return std::printf("%d / %d\n", dividend, divisor), false;
   }
   return true;
 }
@@ -454,7 +459,7 @@ bool finds_groups() {
 }  // namespace
 
 int main() {
-  bool const right = stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
+  bool const right = divides_as_c_does() && stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
                      stores_each_group<float, false>() && stores_each_group<float, true>() &&
                      loads_each_group<false>() && loads_each_group<true>() &&
                      scales_each_group<false>(0) && scales_each_group<true>(0) && scales_each_group<false>(300) &&

@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops.base import resources
 from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.epilogue import builtin
@@ -330,15 +329,3 @@ PREPARED = {
 def test_a_prepared_launch_repeats_every_kernel_or_is_given_up(tmp_path, spec, arguments):
     """Of a kernel that needs a workspace: how many kernels its library has, and one launch of it."""
     run(tmp_path, spec, *arguments)
-
-
-def test_cute_cannot_be_included_first(tmp_path):
-    """What is between it and the driver would be left out."""
-    toolchain, source = find_toolchain(), tmp_path / "source.cpp"
-    source.write_text('#include "cute/tensor.hpp"\n#include "cutlass_ops/sm90_gemm.h"\n')
-    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
-    include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
-    command = [toolchain.host_compiler, "-std=c++17", "-E", *include, source]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "before cutlass_ops/tma.h" in done.stderr

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from fake_toolkit import FFMA, FakeToolkit, library, sm80_spec, sm90_spec
 
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError
-from cutlass_ops.compilation import headers
 from cutlass_ops.compilation.builder import build_artifact, build_together
-from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.kinds import render
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4)]
@@ -76,32 +74,3 @@ def test_errors_are_those_of_each_alone(monkeypatch):
     KernelStore.default().clean()
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     assert [type(each) for each in build_together(SPECS)] == [MissingKernelError] * 3
-
-
-# ---- Precompiled headers -----------------------------------------------------------------------------------------
-
-
-def test_headers_are_precompiled_once_for_hoppers_kernels(toolkit):
-    store, chain = KernelStore.default(), find_toolchain()
-    toolkit.host_does('echo "$PWD" >> "$(dirname "$0")/../hosts"; echo > "$out"')
-    headers.make(store, render.source(sm80_spec()), chain)
-    assert not (store.root / "headers").exists()
-    for _ in range(2):
-        headers.make(store, render.source(sm90_spec()), chain)
-    assert len((toolkit.root / "hosts").read_text().splitlines()) == 1
-    place = headers.folder(store, chain)
-    assert [path.relative_to(place) for path in place.rglob("*.gch")] == [Path("cutlass_ops/sm90_gemm.h.gch")]
-    # g++ looks for the header itself where further headers include it, and stops there.
-    assert (place / "cutlass_ops/sm90_gemm.h").read_text() == "#include_next <cutlass_ops/sm90_gemm.h>\n"
-    assert not [*(store.root / "tmp").iterdir()]
-    store.clean()
-    assert not place.exists()
-
-
-def test_without_precompiled_headers_kernels_are_compiled_all_the_same(toolkit, caplog):
-    toolkit.makes(library(HMMA, 0x79F0, 0x75B4))
-    toolkit.host_does('case "$out" in *.gch) echo "error: no"; exit 1;; esac; echo > "$out"')
-    specs = [sm90_spec(), sm90_spec("bf16.col")]
-    assert names(build_together(specs)) == specs
-    assert "cannot be precompiled: error: no" in caplog.text
-    assert toolkit.compilations == 1

@@ -283,16 +283,16 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
         if output.reduce is None and operand.aligned and not plain:
             yield _tiles(spec, operand, stages_d)
         elif output.name in together and along_n(spec, output.kind):
-            kept = _kept(together[output.name])
-            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * kept.size)
+            size = kept(together[output.name]).size
+            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * size)
 
 
-def _kept(group: tuple[Output, ...]) -> Block:
+def kept(group: tuple[Output, ...]) -> Block:
     """Return what reductions keep of each result: ``States`` in ``reduce.h`` where there are several."""
-    kept = [Block(size, size) for size in (REDUCTIONS[str(output.reduce)].kept_bytes for output in group)]
-    whole = kept.pop()
-    while kept:
-        whole = struct(kept.pop(), whole)
+    each = [Block(size, size) for size in (REDUCTIONS[str(output.reduce)].kept_bytes for output in group)]
+    whole = each.pop()
+    while each:
+        whole = struct(each.pop(), whole)
     return whole
 
 

@@ -41,7 +41,9 @@ class Loop:
     """The library's own main loop (``mainloop.h``). Another one is a subclass, with the types of B that it reads."""
 
     reads: ClassVar[tuple[DType, ...]] = ()
-    headers: ClassVar[tuple[str, ...]] = ()  # besides those of other kernels
+    # Besides those of other kernels: for the device, and for a launch.
+    headers: ClassVar[tuple[str, ...]] = ()
+    launched: ClassVar[tuple[str, ...]] = ()
     # The class that reads a call's operands, and its object's name; None for the form's.
     reader: ClassVar[tuple[str, str] | None] = None
 
@@ -101,26 +103,58 @@ class Loop:
         options = [flag(swapped(spec)), str(1 + len(spec.epilogue.products)), *means]
         return "".join(f", {option}" for option in options)
 
-    def arguments(self, spec: KernelSpec) -> str:
-        """Spell the main loop's arguments: A and B, a second weight, and what is taken beside them."""
-        order = ("b", "a") if swapped(spec) else ("a", "b")
-        spelled = [
-            f"o.{name}.ptr<Element{name.upper()}>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
-            for side, name in zip("AB", order, strict=True)
-        ]
-        side = "A" if swapped(spec) else "B"
-        products = [
-            f"o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
-            for name in spec.epilogue.products
-        ]
-        spelled += products
+    def params(self, spec: KernelSpec) -> str:
+        """Spell the type of the main loop's parameters."""
+        rows = scales = "cutlass_ops::Nothing"
         if means_taken(spec) == "beside":
-            spelled.append("o.rows" if products else "nullptr, {}, o.rows")
+            rows = "cutlass_ops::RowsToShare<ElementA>"
         if spec.epilogue.block_scales:
-            rows, columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
-            spelled.append(f"nullptr, {{}}, {{}}, {{o.{rows}, o.{columns}}}")
-        found = "{" + ",\n         ".join(spelled) + "}"
-        return f"{{{found}, o.groups}}" if spec.form in WRAPPED else found
+            each = "GroupedScales" if spec.form == GROUPED else "StridedScales"
+            scales = f"cutlass_ops::BlockScalesParams<cutlass_ops::{each}>"
+        found = f"cutlass_ops::MainloopParams<{flag(bool(spec.epilogue.products))}, {rows}, {scales}>"
+        around = {GROUPED: "WithGroups", RAGGED_K: "WithGroupsOfK"}.get(spec.form)
+        return f"cutlass_ops::{around}<{found}>" if around else found
+
+    def fill(self, spec: KernelSpec) -> list[str]:
+        """Spell how a launch fills them: descriptors of A and B, in the kernel's orientation, and what is beside."""
+        config, products = config_of(spec), spec.epilogue.products
+        now = loaded(spec.a, spec.b) if config.realign else (spec.a, spec.b)
+        along_k = {"a": now[0].major == "row", "b": now[1].major == "col"}
+        tile, cluster = config.threadblock, config.cluster
+        lines = []
+        for side, name, rows, blocks in zip(
+            "ab", "ba" if swapped(spec) else "ab", (tile.m, tile.n), (cluster.n, cluster.m), strict=True
+        ):
+            matrices = [name, *products] if name == "b" else [name]
+            numbers = f"{rows}, {tile.k}, {len(matrices)}, {blocks}"
+            lines += [
+                f"cutlass_ops::Side<Element{name.upper()}, {flag(along_k[name])}> const side_{side}{{{numbers}}};",
+                f"mainloop.rows_{side} = o.problem.{'m' if name == 'a' else 'n'};",
+            ]
+            for to, of in zip((side, "second"), matrices, strict=False):
+                place = "o.problem.k, cutlass_ops::batching(o.problem, o.{0})"
+                if spec.form == RAGGED_K:
+                    place = "cutlass_ops::kRaggedRows, cutlass_ops::twice(o.{0}.ld)"
+                given = f"o.{of}, mainloop.rows_{side}, {place.format(of)}"
+                lines.append(f"mainloop.{to} = side_{side}.encoded({given});")
+        lines += [
+            "mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();",
+            "mainloop.inverse_k = 1.0f / float(o.problem.k);",
+        ]
+        if means_taken(spec) == "beside":
+            lines.append("mainloop.rows = o.rows;")
+        if spec.epilogue.block_scales:
+            of_rows, of_columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
+            lines.append(f"mainloop.scales = {{o.{of_rows}, o.{of_columns}}};")
+        if spec.form == GROUPED:
+            lines.append(f"mainloop.rows_{'b' if swapped(spec) else 'a'} = INT32_MAX;  // boxes are whole")
+        if spec.form in WRAPPED:
+            lines.append("mainloop.groups = o.groups;")
+        if spec.form == RAGGED_K:
+            m, n = "nm" if swapped(spec) else "mn"
+            tiles = f"kShape.clusters_down(o.problem.{m}) * kShape.clusters_across(o.problem.{n})"
+            lines.append(f"mainloop.of_group = cutlass_ops::Divisor({tiles});")
+        return lines
 
 
 # Main loops by the type of B. Of other types, it is the library's own.

@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from cutlass_ops.base.dtypes import i32, tf32
+from cutlass_ops.base.arch import WGMMA
+from cutlass_ops.base.dtypes import f32, i32, tf32
 from cutlass_ops.base.mma import BLOCK_K, sums_of
 from cutlass_ops.declare.config import MEANS
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K
-from cutlass_ops.declare.orientation import swapped
+from cutlass_ops.declare.orientation import along_n, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand, copied
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind
 from cutlass_ops.kinds import serving
 from cutlass_ops.kinds.lower import READERS, fields, flag, lower, types
 from cutlass_ops.kinds.sm90 import footprint, packed_loop, sparse_loop  # noqa: F401 - two main loops
 from cutlass_ops.kinds.sm90.loop import WRAPPED, Aliases, config_of, loads_along_k, loop_of, means_taken
-from cutlass_ops.kinds.sm90.visitors import layout_in_kernel, part_shape, parts_of, visitors
+from cutlass_ops.kinds.sm90.visitors import layout_in_kernel, part_shape, parts_of, tile_copy, visitors
 
 # The ends of CUTLASS's names of schedules. A pingpong kernel's epilogue is that of one warpgroup.
 _MAINLOOP = {"pingpong": "Pingpong", "cooperative": "Cooperative", "warp_specialized": ""}
@@ -42,6 +43,12 @@ _WAITS_LATE = {
     "macro": "CUTLASS_OPS_WAITS_LATE",
 }
 
+# What a launch gives to what takes means of A's rows.
+_ROWS = {"ahead": "RowsToRead", "beside": "RowsToShare"}
+
+# Of the headers that few kernels need, that of values with launch arguments.
+_SHARED = ("cutlass_ops/random.h",)
+
 # What copies operands: as they lie, if TMA cannot read them, or along K, if wgmma reads no other lines.
 _REALIGNED = {
     "header": "realign",
@@ -62,7 +69,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     config, lowered = config_of(spec), lower(spec.epilogue)
     plain, source, tile = serving.plain_epilogue(spec), serving.source(spec), config.threadblock
     nodes, is_tree = visitors(spec, lowered)
-    reductions, copies = _reductions(spec) if plain else [], _copies(spec)
+    reductions, copies = _reductions(spec), _copies(spec)
     copier, taken = _ALONG_K if loads_along_k(spec) else _REALIGNED, means_taken(spec)
     values = types(spec, lowered, "cutlass_ops/sm90_places.h")
     # An epilogue that only moves sums takes them as FP32.
@@ -74,8 +81,10 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     c_name, c_type = (source[0].name, source[1]) if source else (None, spec.d)
     return values | {
         "starts": (_WAITS_LATE if taken == "ahead" and plain else _OVERLAPS) if overlaps else None,
-        "overlaps": flag(overlaps),
-        "library": _library(spec, plain, reductions, copier["header"] if copies else "", taken),
+        # CUTLASS's reductions count in memory that is cleared before each launch.
+        "overlaps": flag(overlaps and (plain or not reductions)),
+        "launched": _launched(spec, reductions, copier["header"] if copies else "", taken),
+        "library": _library(spec, plain, taken),
         "instruction": loop.instruction(spec),
         "of_each": _OF_EACH[spec.form],
         "d": d | {"element": "float"} if is_sums else d,
@@ -111,16 +120,26 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "epilogue": _plain_collective(spec, c_name) if plain else _cutlass_collective(spec),
         "mainloop": loop.types(spec),
         "kernel": _kernel(spec),
+        "shape": {
+            "cluster_m": config.split_k if config.split_k > 1 else config.cluster.m,
+            "cluster_n": config.cluster.n,
+            "threads": 256 if config.schedule == "warp_specialized" else 384,
+            "shared_memory": footprint.shared_memory(spec, config) - footprint.means_smem(spec),
+        },
+        "grouped": spec.form == GROUPED,
+        "means_ahead": taken == "ahead",
+        "headers": {
+            "shared": ["cutlass_ops/places.h"] * bool(lowered.places) + [h for h in values["headers"] if h in _SHARED],
+            "device": [h for h in values["headers"] if h not in _SHARED],
+        },
         "shared_memory_limit": footprint.block_memory(spec) - footprint.means_smem(spec),
+        "params": _params(spec, [n.params for n in nodes]),
         "kernels_before": _kernels_before(copier["kernel"] if copies else "", taken),
         "matrix": "cutlass_ops::Matrix" if spec.form == DENSE else "cutlass_ops::BatchedMatrix",
         "members": _members(spec, given, reductions, taken),
         "reader": _reader(spec, given),
-        "arguments": {
-            "problem": _problem(spec),
-            "mainloop": loop.arguments(spec),
-            "epilogue": _epilogue_arguments(spec, c_name),
-        },
+        "extents": _extents(spec),
+        "fill": {"mainloop": loop.fill(spec), "epilogue": _fill_epilogue(spec, plain, c_name)},
         "reductions": reductions,
         "copies": copies,
         "copier": copier,
@@ -140,7 +159,23 @@ def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
 # ---- Headers and instructions ----------------------------------------------------------------------------------------
 
 
-def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, taken: str | None) -> list[str]:
+def _launched(spec: KernelSpec, reductions: Aliases, copier: str, taken: str | None) -> list[str]:
+    """List the headers of the library that say how the kernel is launched."""
+    scalars = {operand.dtype for i, operand in spec.typed_inputs if i.kind is Kind.SCALAR}
+    headers = {
+        "types_of_cutlass": bool(scalars - {f32}),
+        "sm90_stream_k": config_of(spec).scheduler == "stream_k",
+        "sm90_launch": True,
+        "sm90_grouped_launch": spec.form in WRAPPED,
+        "rows": bool(spec.epilogue.gathered),
+        "rows_beside": taken == "beside",
+        "sm90_results": bool(reductions),
+        copier: bool(copier),
+    } | dict.fromkeys(loop_of(spec).launched, True)
+    return [f"cutlass_ops/{name}.h" for name, wanted in headers.items() if wanted]
+
+
+def _library(spec: KernelSpec, plain: bool, taken: str | None) -> list[str]:
     """List the headers of the library and of CUTLASS that define the kernel."""
     form, kinds = spec.form, {i.kind for i in spec.epilogue.inputs}
     headers = {
@@ -150,10 +185,9 @@ def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, ta
         "int8": sums_of(spec.a.dtype, spec.b.dtype) is i32,
         "means_beside": taken == "beside",
         "row_means": taken == "ahead",
-        copier: bool(copier),
         "block_scales": bool(spec.epilogue.block_scales),
         "quantized": spec.epilogue.quantized is not None,
-        "sm90_reduction": plain and bool(reductions),
+        "sm90_reduction": plain and bool(serving.reduced_together(spec)),
         "cutlass/epilogue/collective/collective_builder.hpp": not plain,
         "tile_output": plain and serving.stored_by_threads(spec),
         "sm90_grouped": form == GROUPED,
@@ -172,12 +206,30 @@ def _library(spec: KernelSpec, plain: bool, reductions: Aliases, copier: str, ta
 
 
 def _reductions(spec: KernelSpec) -> Aliases:
-    """List the visitors that reduce, with how many results each has and of how many elements of D each is one."""
-    extents = {Kind.COL: "o.problem.m, o.problem.n", Kind.ROW: "o.problem.n, o.problem.m"}
-    return [
-        {"node": f"Reduce_{first.name}", "parts": parts_of(first), "extents": extents[first.kind]}
-        for first, *_ in serving.reduced_together(spec)
-    ]
+    """List the visitors that reduce, each with what its parts take of memory.
+
+    With our epilogue these are standing counters and a number of bytes, with CUTLASS's a workspace.
+    """
+    plain, tile, (part_m, _) = serving.plain_epilogue(spec), footprint.output_tile(spec), footprint.epilogue_tile(spec)
+    sides, found = 2 if config_of(spec).side_by_side else 1, []
+    for at, group in enumerate(serving.reduced_together(spec)):
+        first, by_columns = group[0], along_n(spec, group[0].kind)
+        m, n = ("problem.m", "problem.n")[:: -1 if swapped(spec) else 1]
+        if plain:
+            kept, down = footprint.kept(group).size, part_m // WGMMA.m * 4
+            numbers = (tile.n, tile.m, 1, down * sides) if by_columns else (tile.m, tile.n, sides, down)
+            count, extent = ("problem.n", "problem.m") if first.kind is Kind.ROW else ("problem.m", "problem.n")
+            how = f"cutlass_ops::Reducing{{{', '.join(map(str, numbers))}, {kept}}}"
+            bytes_of = f"{how}.parts_bytes({count}, {extent})"
+            take = f"{how}.share<{at}>(o.{parts_of(first)}, o.{count}, o.{extent}, preparing)"
+            check = f"sizeof(Reduce_{first.name}::State) == {kept}"
+        else:
+            how = f"cutlass_ops::InWorkspace({flag(by_columns)}, {{0}}problem, {{0}}{m}, {{0}}{n}, kShape)"
+            bytes_of = f"{how.format('')}.parts_bytes() + {how.format('')}.arrived_bytes()"
+            take, check = f"{how.format('o.')}.take(o.{parts_of(first)}, preparing)", ""
+        type_ = "cutlass_ops::Parts" if plain else "cutlass_ops::WorkspaceReduction"
+        found.append({"type": type_, "parts": parts_of(first), "bytes": bytes_of, "take": take, "check": check})
+    return found
 
 
 def _copies(spec: KernelSpec) -> Aliases:
@@ -226,36 +278,30 @@ def _means(spec: KernelSpec) -> dict[str, str] | None:
 
 
 def _kernels_before(copier: str, taken: str | None) -> Aliases:
-    alias = "using MeansAhead = cutlass_ops::MeansAhead<Rows>;\n"
-    means = [{"alias": alias, "name": "means", "type": "MeansAhead"}] if taken == "ahead" else []
-    copies = [{"alias": "", "name": "copies", "type": copier}] if copier else []
+    means = [{"name": "means", "type": "MeansAhead"}] if taken == "ahead" else []
+    copies = [{"name": "copies", "type": copier}] if copier else []
     return means + copies
 
 
 def _prepares(spec: KernelSpec, reductions: Aliases, copies: Aliases, taken: str | None) -> dict[str, Any] | None:
     """Say what a launch does before the GEMM, and the bytes that this takes; None if there is nothing."""
-    if not (taken or reductions or copies or spec.form == GROUPED):
+    if not (taken or reductions or copies):
         return None
-    scratch = [f"cutlass_ops::parts_bytes<{r['node']}>({r['extents'].replace('o.', '')})" for r in reductions]
+    scratch = [r["bytes"] for r in reductions]
     scratch += ["cutlass_ops::means_bytes<WhichMeans>(problem)"] * (taken == "ahead")
     scratch += [copy["bytes"] for copy in copies]
-    arguments = "GemmKernel::Arguments const&" + (" arguments" if taken == "beside" else "")
-    parameters = f"Operands& o, {arguments},\n                             cutlass_ops::Preparing& preparing"
     statements = ["return cudaSuccess;"]
-    if spec.form == GROUPED:
-        parameters = "Operands& o, GemmKernel::Arguments& arguments, cutlass_ops::Preparing&"
-        statements = ["arguments.scheduler.groups = o.groups;", *statements]
     if taken == "ahead":
-        statements = ["o.rows = cutlass_ops::rows_of<Rows>(o.a, o.problem);"]
+        statements = ["o.rows = cutlass_ops::rows_of<ElementA>(o.a, o.problem);"]
     if taken == "beside":
         statements = [
-            "o.rows = {cutlass_ops::rows_of<Rows::Reader>(o.a, o.problem), {}};",
-            "return cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, preparing);",
+            "o.rows = {cutlass_ops::rows_of<ElementA>(o.a, o.problem), {}};",
+            "return cutlass_ops::share_rows<WhichMeans>(",
+            f"    o.rows, extents(o.problem), kShape, {_swapped(spec)}, preparing);",
         ]
     return {
         "scratch": " + ".join(scratch) or "0",
         "scratch_of": "cutlass_ops::Problem" + (" problem" if scratch else ""),
-        "parameters": parameters,
         "statements": statements,
         "means_ahead": taken == "ahead",
     }
@@ -352,9 +398,9 @@ def _kernel(spec: KernelSpec) -> str:
 def _members(spec: KernelSpec, given: Aliases, reductions: Aliases, taken: str | None) -> Aliases:
     """List what a launch keeps besides the problem, A, B and D."""
     members = [{"type": field["type"], "name": field["name"]} for field in given]
-    members += [{"type": "cutlass_ops::Parts", "name": r["parts"]} for r in reductions]
+    members += [{"type": r["type"], "name": r["parts"]} for r in reductions]
     if taken:
-        members.append({"type": "Rows::Params", "name": "rows"})
+        members.append({"type": f"cutlass_ops::{_ROWS[taken]}<ElementA>", "name": "rows"})
     if spec.form in WRAPPED:
         members.append({"type": "cutlass_ops::RowGroups", "name": "groups"})
     return members
@@ -378,20 +424,75 @@ def _reader(spec: KernelSpec, given: Aliases) -> dict[str, Any]:
     }
 
 
-def _problem(spec: KernelSpec) -> str:
+def _extents(spec: KernelSpec) -> str:
     """Spell the extents in the kernel's orientation. Two weights lie beside each other along N."""
-    columns = "2 * o.problem.n" if spec.epilogue.products else "o.problem.n"
-    first, second = (columns, "o.problem.m") if swapped(spec) else ("o.problem.m", columns)
-    batch = "1" if spec.form == DENSE else "cutlass_ops::batch_shape(o.problem)"
-    return f"{{{first}, {second}, o.problem.k, {batch}}}"
+    columns = "2 * p.n" if spec.epilogue.products else "p.n"
+    first, second = (columns, "p.m") if swapped(spec) else ("p.m", columns)
+    return f"{{{first}, {second}, p.k, {'1' if spec.form == DENSE else 'p.inner, p.count / p.inner'}}}"
 
 
-def _epilogue_arguments(spec: KernelSpec, c_name: str | None) -> str:
-    """Spell the epilogue's arguments: the visitors', C and D, and what is around these."""
-    c = f"o.{c_name}.ptr<Element_{c_name}>()" if c_name else "nullptr"
-    c_stride = f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_name})" if c_name else "{}"
-    d = "o.d.ptr<ElementD>()" if spec.d.aligned else "nullptr"
-    found = f"{{epilogue, {c}, {c_stride},\n         {d}, cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)}}"
+def _params(spec: KernelSpec, nodes: list[str]) -> dict[str, Any]:
+    """Spell the types of the kernel's parameters, and what a launch knows of the order of tiles."""
+    config, plain, grouped = config_of(spec), serving.plain_epilogue(spec), spec.form == GROUPED
+    by_warps = footprint.quantized_by_warps(spec)
+    epilogue = f"cutlass_ops::EpilogueParams<cutlass_ops::Nodes<\n    {', '.join(nodes)}>>"
+    for around, wanted in (
+        ("Ragged", grouped and plain),
+        ("QuantizedByWarpsParams" if by_warps else "QuantizedParams", spec.epilogue.quantized is not None),
+        ("WithGroups", grouped),
+    ):
+        epilogue = f"cutlass_ops::{around}<{epilogue}>" if wanted else epilogue
+    problem = f"cutlass_ops::Extents<{1 if spec.form == DENSE else 2}>"
+    parts = [problem, "MainloopParams", "EpilogueParams"]
+    ordered = config.split_k == 1 and (config.ordered or config.scheduler == "stream_k")
+    kind = "Tile"
+    if ordered:
+        kind = "Cooperative" if config.schedule == "cooperative" else "Pingpong"
+        parts.append("Scheduler")
+    return {
+        "problem": problem,
+        "mainloop": loop_of(spec).params(spec),
+        "epilogue": epilogue,
+        "scheduler": _order(spec),
+        "ordered": ordered,
+        "type": f"cutlass_ops::{kind}Params<{', '.join(parts)}>",
+    }
+
+
+def _order(spec: KernelSpec) -> str:
+    """Name what finds the order of tiles for a launch."""
+    config = config_of(spec)
+    if config.scheduler == "stream_k":
+        tile, (part_m, part_n) = footprint.output_tile(spec), footprint.epilogue_tile(spec)
+        return f"cutlass_ops::StreamKOrder<{tile.m // part_m * (tile.n // part_n)}>"
+    if config.split_k > 1:
+        return "cutlass_ops::SplitTile"
+    if not config.ordered:
+        return "cutlass_ops::EachTile"
+    return {
+        DENSE: "cutlass_ops::OrderedParams<false>",
+        BATCHED: "cutlass_ops::OrderedParams<true>",
+        GROUPED: f"cutlass_ops::GroupedOrder<{_swapped(spec)}>",
+        RAGGED_K: "cutlass_ops::RaggedKOrder",
+    }[spec.form]
+
+
+def _fill_epilogue(spec: KernelSpec, plain: bool, c_name: str | None) -> list[str]:
+    """Spell how a launch gives the epilogue what its visitors do not have: C and D, and what is around these."""
+    ragged, (rows, columns) = spec.form == GROUPED and plain, footprint.epilogue_tile(spec)
+    lines = []
+    if c_name:
+        c = next(operand for given, operand in spec.typed_inputs if given.name == c_name)
+        copy = tile_copy(spec, c_name, f"Element_{c_name}", c, ragged=ragged)
+        lines.append(f"epilogue.tma_load_c = {copy};")
+    if spec.d.aligned:
+        lines.append(f"epilogue.tma_store_d = {tile_copy(spec, 'd', 'ElementD', spec.d, ragged=ragged)};")
+    of_part = f"Element_{c_name}" if c_name else "ElementD"
+    lines.append(f"epilogue.tma_transaction_bytes = {rows * columns} * sizeof({of_part});")
     if spec.epilogue.quantized is not None:
-        found = f"{{{found}, o.{D_SCALE}}}"
-    return f"{{{found}, o.groups}}" if spec.form == GROUPED else found
+        lines.append(f"epilogue.scales = o.{D_SCALE};")
+        if footprint.quantized_by_warps(spec):
+            lines += ["epilogue.d = o.d.data;", "epilogue.lines = o.d.ld * int64_t(sizeof(ElementD));"]
+    if spec.form == GROUPED:
+        lines.append("epilogue.groups = o.groups;")
+    return lines

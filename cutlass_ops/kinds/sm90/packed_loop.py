@@ -13,6 +13,7 @@ class PackedLoop(Loop):
 
     reads = PACKED
     headers = ("packed_mainloop",)
+    launched = ("packed_launch",)
     reader = ("PackedOperands", "packed")
 
     def fields(self, spec: KernelSpec, given: Aliases) -> Aliases:  # noqa: D102
@@ -35,7 +36,17 @@ class PackedLoop(Loop):
         )
         return [{"name": "CollectiveMainloop", "type": spelled}]
 
-    def arguments(self, spec: KernelSpec) -> str:  # noqa: D102
-        (name,) = spec.epilogue.parts
-        stride = "cutlass_ops::stride<typename GemmKernel::StrideB>(o.a)"
-        return f"{{o.{name}, o.a.ptr<ElementA>(), {stride}}}"
+    def params(self, spec: KernelSpec) -> str:  # noqa: D102
+        return "cutlass_ops::PackedParams"
+
+    def fill(self, spec: KernelSpec) -> list[str]:  # noqa: D102
+        config, (name,), parts = config_of(spec), spec.epilogue.parts, 2 if spec.b.dtype is u4 else 1
+        tile = config.threadblock
+        numbers = f"{tile.m // packed.LINE}, {tile.k}, {packed.scales_of_line(spec, config)}"
+        return [
+            f"cutlass_ops::PackedStage{{{numbers}}}.fill(mainloop, o.{name}, {parts});",
+            f"cutlass_ops::Side<ElementA, true> const side_b{{{tile.n}, {tile.k}, 1, {config.cluster.m}}};",
+            "mainloop.rows_b = o.problem.m;",
+            "mainloop.b = side_b.encoded(o.a, mainloop.rows_b, o.problem.k, {0});",
+            "mainloop.tma_transaction_bytes += side_b.stage_bytes();",
+        ]

@@ -41,8 +41,12 @@ def is_sparse(spec: KernelSpec) -> bool:
 
 def memory(_: KernelSpec, config: Sm90Config, stored: int, other: int, stages: int) -> tuple[Block, ...]:
     """Return the main loop's shared memory, given the bytes of a stage's tiles (``sparse_mainloop.h``)."""
-    meta = config.threadblock.m // META_BLOCK * (config.threadblock.k // META_BLOCK) * _META_BYTES
-    return Block(stages * stored), Block(stages * other), Block(stages * meta, 128)
+    return Block(stages * stored), Block(stages * other), Block(stages * meta_bytes(config), 128)
+
+
+def meta_bytes(config: Sm90Config) -> int:
+    """Return the bytes of a stage's metadata."""
+    return config.threadblock.m // META_BLOCK * (config.threadblock.k // META_BLOCK) * _META_BYTES
 
 
 def rule(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:

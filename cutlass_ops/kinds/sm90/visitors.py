@@ -20,15 +20,33 @@ from cutlass_ops.kinds.sm90.config import Sm90Config
 _CUTLASS_REDUCTIONS = {
     "sum": ("cutlass_ops::Sum", "cutlass_ops::Sum", "0.0f"),
     "sum_square": ("cutlass_ops::SumSquare", "cutlass_ops::Sum", "0.0f"),
-    "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-cutlass::platform::numeric_limits<float>::infinity()"),
-    "min": ("cutlass_ops::Min", "cutlass_ops::Min", "cutlass::platform::numeric_limits<float>::infinity()"),
+    "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-std::numeric_limits<float>::infinity()"),
+    "min": ("cutlass_ops::Min", "cutlass_ops::Min", "std::numeric_limits<float>::infinity()"),
 }
+_NOTHING = "cutlass_ops::Nothing"
 
 
 def layout_in_kernel(spec: KernelSpec, operand: Operand) -> str:
     """Spell the layout of an (M, N) tensor in the kernel's orientation, or its stride where there are batches."""
     layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
     return layout if spec.form == DENSE else f"cutlass_ops::BatchedC<{layout}>"
+
+
+def tile_copy(spec: KernelSpec, name: str, element: str, operand: Operand, *, ragged: bool = False) -> str:
+    """Spell how TMA copies parts of an (M, N) tensor's tile, which lie as the tensor does."""
+    rows, columns = footprint.epilogue_tile(spec)
+    length, lines = (columns, rows) if oriented(spec, operand).major == "row" else (rows, columns)
+    types = f"<{element}, cutlass_ops::Major::k{operand.major.capitalize()}>"
+    if ragged:
+        return f"cutlass_ops::ragged_copy{types}(o.{name}, {length}, {lines})"
+    return f"cutlass_ops::tile_copy{types}(o.{name}, cutlass_ops::batching(o.problem, o.{name}), {length}, {lines})"
+
+
+def _lines(spec: KernelSpec, name: str) -> tuple[str, str]:
+    """Spell the type and the value of the distances in a tensor that threads read or write element by element."""
+    if spec.form == DENSE:
+        return "cutlass_ops::Lines<int64_t>", f"{{o.{name}.ld, 0}}"
+    return "cutlass_ops::Lines<cutlass_ops::Batches>", f"{{o.{name}.ld, o.{name}.batches}}"
 
 
 def part_shape(spec: KernelSpec) -> str:
@@ -67,7 +85,8 @@ def visitors(spec: KernelSpec, lowered: Lowered) -> tuple[list[Visitor], bool]:
     for compute in lowered.computes:
         if compute.swaps_pairs:
             visitor = f"cutlass_ops::SwapPairs<{flag(swapped(spec))}>"
-            add(compute.name, Visitor(f"Swap_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
+            edges = tuple(at[a] for a in compute.args)
+            add(compute.name, Visitor(f"Swap_{compute.label}", visitor, "{}", edges, params=_NOTHING))
             continue
         is_result = compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
         final = result if is_result else "ElementCompute"
@@ -78,6 +97,7 @@ def visitors(spec: KernelSpec, lowered: Lowered) -> tuple[list[Visitor], bool]:
                 f"fusion::Sm90Compute<cutlass_ops::Elementwise<{compute.struct}>::Fn, {final}, ElementCompute, Round>",
                 "{}",
                 tuple(at[a] for a in compute.args),
+                params=_NOTHING,
             ),
         )
     groups = {group[0].name: group for group in serving.reduced_together(spec)}
@@ -88,7 +108,7 @@ def visitors(spec: KernelSpec, lowered: Lowered) -> tuple[list[Visitor], bool]:
         elif group is not None:  # the others of a group are with their first one
             nodes.append(_reduction(spec, group, value, plain))
     if not spec.d.aligned:
-        nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
+        nodes.append(_direct_store(spec, "d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
     elif others or lowered.computes[-1].name != d_store.compute or lowered.computes[-1].swaps_pairs:
         nodes.append(
             Visitor(
@@ -96,6 +116,7 @@ def visitors(spec: KernelSpec, lowered: Lowered) -> tuple[list[Visitor], bool]:
                 f"fusion::Sm90Compute<cutlass::epilogue::thread::Identity, {result}, ElementCompute, Round>",
                 "{}",
                 (at[d_store.compute],),
+                params=_NOTHING,
             )
         )
     is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned and not spec.epilogue.swaps_pairs
@@ -112,20 +133,22 @@ def _reused(lowered: Lowered) -> bool:
 
 def _load(spec: KernelSpec, lowered: Lowered, leaf: str, c_operand: str | None, plain: bool) -> Visitor:
     if leaf == ACC:
-        return Visitor("Accumulator", "fusion::Sm90AccFetch", "{}")
+        return Visitor("Accumulator", "fusion::Sm90AccFetch", "{}", params=_NOTHING)
     place = lowered.place(leaf)
     if place is not None:
         visitor = f"cutlass_ops::PlaceInput<{place.functor}, {flag(swapped(spec))}>"
-        return Visitor(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
+        params = f"cutlass_ops::PlaceArguments<{place.functor}>"
+        return Visitor(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}", params=params)
     if leaf in GATHERED:
         return _gathered_load(spec, leaf, plain)
     if leaf in spec.epilogue.products:
-        return Visitor(f"Load_{leaf}", "cutlass_ops::ProductInput", "{}")
+        return Visitor(f"Load_{leaf}", "cutlass_ops::ProductInput", "{}", params=_NOTHING)
     kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
     element = f"Element_{leaf}"
     name = f"Load_{leaf}"
     if kind is Kind.SCALAR:
-        return Visitor(name, f"cutlass_ops::ScalarInput<{element}>", f"o.{leaf}")
+        params = f"cutlass_ops::Scalar<{element}>"
+        return Visitor(name, f"cutlass_ops::ScalarInput<{element}>", f"o.{leaf}", params=params)
     if kind is Kind.TILE:
         return _tile_load(spec, leaf, operand, c_operand)
     return _vector_load(spec, kind, name, element, f"o.{leaf}", operand.dtype, plain)
@@ -140,19 +163,20 @@ def _vector_load(
         given = f"{shape}, EpilogueTile, {element}" + (f", {groups}" if row and groups > 1 else "")
         visitor = f"cutlass_ops::{'RowInput' if row else 'ColInput'}<{given}>"
         if spec.form != DENSE:
-            return Visitor(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer)
-        return Visitor(name, visitor, f"{{{pointer}}}")
+            params = f"cutlass_ops::BatchedVector<{element}>"
+            return Visitor(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer, params=params)
+        return Visitor(name, visitor, f"{{{pointer}}}", params=f"cutlass_ops::Vector<{element}>")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
-    distances = "{}"
+    params, distances = _NOTHING, "{}"
     if spec.form != DENSE:
-        own = stride.removesuffix(", _0")
-        distances = f"{{{own.replace(',', '{},')}{{}}, cutlass_ops::batch_strides({pointer}.batches)}}"
-        stride, pointer = f"{own}, cute::Stride<int64_t, int64_t>", f"{pointer}.values"
+        params, distances = "cutlass_ops::Batches", f"{pointer}.batches"
+        stride, pointer = f"{stride.removesuffix(', _0')}, cute::Stride<int64_t, int64_t>", f"{pointer}.values"
     return Visitor(
         name,
         f"fusion::{visitor}<0, {shape}, {element}, ElementCompute, cute::Stride<{stride}>, "
         f"{dtype.tma_alignment}, false>",
-        f"{{{pointer}, {element}(0), {distances}}}",
+        f"{{{pointer}, {{}}, {distances}}}",
+        params=f"cutlass_ops::Broadcast<{element}, {params}>",
     )
 
 
@@ -169,7 +193,10 @@ def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Visitor:
     visitor = "RowGathered" if along_n(spec, Kind.COL) else "ColGathered"
     values = {"mean_of_a": "MeanOfRows", "mean_square_of_a": "MeanSquareOfRows"}[leaf]
     return Visitor(
-        name, f"cutlass_ops::{visitor}<{part_shape(spec)}, EpilogueTile, cutlass_ops::{values}<Means>>", "{}"
+        name,
+        f"cutlass_ops::{visitor}<{part_shape(spec)}, EpilogueTile, cutlass_ops::{values}<Means>>",
+        "{}",
+        params=_NOTHING,
     )
 
 
@@ -177,9 +204,8 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
     element = f"Element_{leaf}"
     name = f"Load_{leaf}"
     if leaf == c_operand:
-        return Visitor(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
+        return Visitor(name, f"fusion::Sm90SrcFetch<{element}>", "{}", params=_NOTHING)
     layout = layout_in_kernel(spec, operand)
-    arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
     stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
     if operand.aligned:
         descriptor = (
@@ -190,9 +216,13 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
             f"fusion::Sm90AuxLoad<Descriptor_{leaf}::Stages, typename Descriptor_{leaf}::EpilogueTile, {element}, "
             f"Stride_{leaf}, typename Descriptor_{leaf}::SmemLayoutAtom, typename Descriptor_{leaf}::CopyOpS2R>"
         )
-        return Visitor(name, visitor, arguments, aliases=(stride, descriptor))
+        copy = tile_copy(spec, leaf, element, operand)
+        params = f"cutlass_ops::LoadedTile<{element}>"
+        return Visitor(name, visitor, f"{{{copy}}}", aliases=(stride, descriptor), params=params)
     visitor = f"fusion::Sm90AuxLoad<0, void, {element}, {layout}, void, void, {operand.alignment}, false>"
-    return Visitor(name, visitor, arguments, aliases=(stride,))
+    lines, distances = _lines(spec, leaf)
+    arguments = f"{{o.{leaf}.ptr<{element}>(), {{}}, {distances}}}"
+    return Visitor(name, visitor, arguments, params=f"cutlass_ops::ReadTile<{element}, {lines}>")
 
 
 def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: bool) -> Visitor:
@@ -208,8 +238,9 @@ def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: b
             f"Reduce_{name}",
             f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, Element_{name}, ElementCompute, Round, "
             f"cute::Stride<{stride}>, {operand.dtype.tma_alignment}, false>",
-            f"{{o.{name}, {identity}, {{}}}}",
+            f"{{o.{name}, {identity}, {{}}, o.{parts_of(output)}.parts, o.{parts_of(output)}.arrived}}",
             (value,),
+            params="cutlass_ops::WorkspaceReduction",
         )
     visitor, sides = "RowReduction" if by_columns else "ColReduction", 2 if _config(spec).side_by_side else 1
     ways = [f"cutlass_ops::reduce::{REDUCERS[str(o.reduce)]}" for o in group]
@@ -223,6 +254,7 @@ def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: b
         f"cutlass_ops::{visitor}<{way}, {part_shape(spec)}, EpilogueTile, {element}, {sides}>",
         f"{{{pointers}, o.{parts_of(group[0])}}}",
         (value,),
+        params=f"cutlass_ops::Reduced<{element}>",
     )
 
 
@@ -231,11 +263,12 @@ def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Visitor
     name, element = output.name, f"Element_{output.name}"
     layout = layout_in_kernel(spec, operand)
     if not operand.aligned:
-        return _direct_store(name, element, layout, str(operand.alignment), value)
+        return _direct_store(spec, name, element, layout, str(operand.alignment), value)
     if plain:
         by_columns, sides = oriented(spec, operand).major == "col", 2 if _config(spec).side_by_side else 1
         given = f"{part_shape(spec)}, EpilogueTile, {element}, {flag(by_columns)}, {sides}"
-        return Visitor(f"Store_{name}", f"cutlass_ops::TileOutput<{given}>", f"o.{name}", (value,))
+        visitor = f"cutlass_ops::TileOutput<{given}>"
+        return Visitor(f"Store_{name}", visitor, f"o.{name}", (value,), params="cutlass_ops::Matrix")
     descriptor = (
         f"using Descriptor_{name} = cutlass::epilogue::collective::detail::AuxStoreDescriptor<"
         f"EpilogueDescriptor, {layout}, {element}>;"
@@ -245,17 +278,20 @@ def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Visitor
         f"fusion::Sm90AuxStore<Descriptor_{name}::Stages, typename Descriptor_{name}::EpilogueTile, {element}, Round, "
         f"typename Descriptor_{name}::Stride, typename Descriptor_{name}::SmemLayoutAtom, "
         f"typename Descriptor_{name}::CopyOpR2S>",
-        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<typename Descriptor_{name}::Stride>(o.{name})}}",
+        f"{{{tile_copy(spec, name, element, operand)}}}",
         (value,),
         (descriptor,),
+        "cutlass_ops::StoredTile",
     )
 
 
-def _direct_store(name: str, element: str, layout: str, alignment: str, value: int) -> Visitor:
+def _direct_store(spec: KernelSpec, name: str, element: str, layout: str, alignment: str, value: int) -> Visitor:
     """Store from registers, for tensors that the bulk copy engine cannot address."""
+    lines, distances = _lines(spec, name)
     return Visitor(
         f"Store_{name}",
         f"fusion::Sm90AuxStore<0, void, {element}, Round, {layout}, void, void, {alignment}, false>",
-        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<cutlass::detail::TagToStrideC_t<{layout}>>(o.{name})}}",
+        f"{{o.{name}.ptr<{element}>(), {distances}}}",
         (value,),
+        params=f"cutlass_ops::WrittenTile<{element}, {lines}>",
     )

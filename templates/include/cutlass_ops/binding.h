@@ -23,8 +23,7 @@
 #include <tvm/ffi/c_api.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
+#include "cutlass/detail/helper_macros.hpp"
 
 namespace cutlass_ops {
 

@@ -17,6 +17,7 @@
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/gather.h"
+#include "cutlass_ops/sm90_launch.h"
 
 namespace cutlass_ops {
 
@@ -86,9 +87,7 @@ struct BlockScales {
     struct Storage {
       alignas(16) float values[kStages * kOfStage];
     };
-    struct Params {
-      Strided rows, columns;
-    };
+    using Params = BlockScalesParams<Strided>;
 
     // What one lane of the producer's warp copies. The stage is full once the copies of all lanes are there as well.
     class Copies {

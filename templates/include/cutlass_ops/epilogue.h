@@ -8,6 +8,7 @@
 #include "cutlass_ops/halves.h"
 
 #include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/sm90_launch.h"
 
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_epilogue.hpp"
@@ -36,36 +37,10 @@ constexpr int kAcross = cute::size<2>(typename TiledMma::ThrLayoutVMNK{});
 
 // ---- Inputs: visitors, leaves of CUTLASS's tree -------------------------------------------------------------------
 
-// What CUTLASS asks of a visitor, for one that needs no workspace.
-template <class Arguments_>
+// What CUTLASS asks of a visitor.
+template <class Params_>
 struct Input : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
-  using Arguments = Arguments_;
-  using Params = Arguments_;
-
-  template <class Problem>
-  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& arguments, void*) {
-    return arguments;
-  }
-  template <class Problem>
-  static bool can_implement(Problem const&, Arguments const&) {
-    return true;
-  }
-  template <class Problem>
-  static size_t get_workspace_size(Problem const&, Arguments const&) {
-    return 0;
-  }
-  template <class Problem>
-  static cutlass::Status initialize_workspace(Problem const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-};
-
-struct NoArguments {};
-
-template <class Element>
-struct Vector {
-  Element const* values = nullptr;
+  using Params = Params_;
 };
 
 // Reading a value takes two steps, so that several can be on their way at once. Elements that may have to be waited for have
@@ -230,12 +205,12 @@ struct ColInput : Input<Vector<Element>> {
 // What the main loop gathered of the problem's rows: one value for each of the kernel's rows. `Values` says where they lie.
 // They are there once the threads that work on the tile have met.
 template <class Tile, class EpilogueTile, class Values>
-struct ColGathered : Input<NoArguments> {
+struct ColGathered : Input<Nothing> {
   static constexpr int kPart = cute::size<0>(EpilogueTile{}), kParts = cute::size<0>(Tile{}) / kPart;
   struct SharedStorage {};
 
   CUTLASS_HOST_DEVICE ColGathered() {}
-  CUTLASS_HOST_DEVICE ColGathered(NoArguments const&, SharedStorage const&) {}
+  CUTLASS_HOST_DEVICE ColGathered(Nothing const&, SharedStorage const&) {}
 
   struct Callbacks : PerRow<kParts> {
     float const* values;
@@ -260,12 +235,12 @@ struct ColGathered : Input<NoArguments> {
 
 // The same for each of the kernel's columns. In a kernel that computes the transposed problem these are the problem's rows.
 template <class Tile, class EpilogueTile, class Values>
-struct RowGathered : Input<NoArguments> {
+struct RowGathered : Input<Nothing> {
   static constexpr int kPart = cute::size<1>(EpilogueTile{});
   struct SharedStorage {};
 
   CUTLASS_HOST_DEVICE RowGathered() {}
-  CUTLASS_HOST_DEVICE RowGathered(NoArguments const&, SharedStorage const&) {}
+  CUTLASS_HOST_DEVICE RowGathered(Nothing const&, SharedStorage const&) {}
 
   struct Callbacks : PerColumn<kPart> {
     float const* values;
@@ -284,11 +259,11 @@ struct RowGathered : Input<NoArguments> {
 };
 
 // The second product: the epilogue below puts it where CUTLASS's own has a part of C.
-struct ProductInput : Input<NoArguments> {
+struct ProductInput : Input<Nothing> {
   struct SharedStorage {};
 
   CUTLASS_HOST_DEVICE ProductInput() {}
-  CUTLASS_HOST_DEVICE ProductInput(NoArguments const&, SharedStorage const&) {}
+  CUTLASS_HOST_DEVICE ProductInput(Nothing const&, SharedStorage const&) {}
 
   template <class Product>
   struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
@@ -458,8 +433,6 @@ struct Collective {
 // What an epilogue needs for scales of D: nothing, if D has none. quantized.h has the other case.
 struct Unscaled {
   static constexpr bool kAny = false, kByWarps = false;
-  template <class Arguments>
-  using With = Arguments;
   template <class Params>
   using Kept = Params;
   template <class Pipeline>
@@ -490,7 +463,6 @@ class Epilogue : public Collective::Type {
   }
 
  public:
-  using Arguments = typename Scales::template With<typename Base::Arguments>;
   using LoadPipeline = typename Scales::template Loading<typename Base::LoadPipeline>;
   using PipelineStorage = typename LoadPipeline::SharedStorage;
   using typename Base::LoadPipelineState;
@@ -498,27 +470,6 @@ class Epilogue : public Collective::Type {
   using typename Base::StorePipeline;
   using typename Base::StorePipelineState;
   using TensorStorage = typename Scales::template Stored<typename Base::TensorStorage, int(cute::size<0>(typename Base::CtaTileMNK{}))>;
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
-    if constexpr (Scales::kByWarps) {
-      return {{Base::to_underlying_arguments(of_output(problem), arguments, workspace), arguments.scales},
-              const_cast<ElementD_*>(arguments.ptr_D), int64_t(cute::get<0>(arguments.dD)) * int64_t(sizeof(ElementD_))};
-    } else if constexpr (Scales::kAny) {
-      return {Base::to_underlying_arguments(of_output(problem), arguments, workspace), arguments.scales};
-    } else {
-      return Base::to_underlying_arguments(of_output(problem), arguments, workspace);
-    }
-  }
-  template <class Problem>
-  static size_t get_workspace_size(Problem const& problem, Arguments const& arguments) {
-    return Base::get_workspace_size(of_output(problem), arguments);
-  }
-  template <class Problem>
-  static cutlass::Status initialize_workspace(Problem const& problem, Arguments const& arguments, void* workspace,
-                                              cudaStream_t stream, cutlass::CudaHostAdapter* adapter = nullptr) {
-    return Base::initialize_workspace(of_output(problem), arguments, workspace, stream, adapter);
-  }
 
   CUTLASS_DEVICE Epilogue(Params const& params, TensorStorage& storage)
       : Base(params, storage), params_(params), fusion_(params.thread, storage.thread) {}
@@ -810,6 +761,8 @@ class Epilogue : public Collective::Type {
   static constexpr bool kColumnMajorC = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideC>();
   static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
   static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
+  static_assert(decltype(typename Base::SmemLayoutAtomD{}.layout_a())::num_bits ==
+                swizzle_of((kColumnMajorD ? kPartM : kPartN) * int(sizeof(ElementD_))));
   static constexpr int kPartsM = cute::size<0>(CtaTile{}) / kPartM, kPartsN = cute::size<1>(CtaTile{}) / kPartN;
 
   template <class Atom, int kStages, bool kColumnMajor>

@@ -1,9 +1,10 @@
 // The two halves of a rendered file, and what joins them.
 //
 // A rendered file is an ordinary CUDA source: `nvcc -shared` makes a library of it. cutlass_ops compiles its halves at the
-// same time instead: nvcc the device's, the C++ compiler alone the host's. The latter reads the kernels, since their types
-// say what a launch needs, but compiles none. This header lets it read them. image.S puts the machine code into the library.
-// This header makes it known to the CUDA runtime, as nvcc would.
+// same time instead: nvcc the device's, the C++ compiler alone the host's. The latter compiles no kernel. Of most kinds, it
+// reads kernels, since their types say what a launch needs, and this header lets it. Of those for Sm90 it knows plain
+// structures alone (sm90_launch.h). image.S puts the machine code into the library. This header makes it known to the CUDA
+// runtime, as nvcc would.
 
 #pragma once
 
@@ -64,10 +65,15 @@ struct Listed {
 // The name is that of the function in traces and profiles.
 #if defined(__CUDACC__)
 
+#if CUTLASS_OPS_HOST
+#define CUTLASS_OPS_ON_DEVICE(...)
+#else
+#define CUTLASS_OPS_ON_DEVICE(...) __VA_ARGS__
+#endif
 #define CUTLASS_OPS_KERNEL(name, ...)                                     \
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, 1) \
       name(__grid_constant__ __VA_ARGS__::Params const params) {          \
-    __VA_ARGS__::run(params);                                             \
+    CUTLASS_OPS_ON_DEVICE(__VA_ARGS__::run(params));                       \
   }                                                                       \
   CUTLASS_OPS_LIST(name)
 #define CUTLASS_OPS_COMPLETE_IMAGE()

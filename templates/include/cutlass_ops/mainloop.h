@@ -10,14 +10,14 @@
 
 #pragma once
 
-#include "cutlass_ops/tma.h"
-
+#include "cute/tensor.hpp"
 #include "cutlass/arch/mma_sm90.h"
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 
 #include "cutlass_ops/gather.h"
+#include "cutlass_ops/sm90_launch.h"
 #include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
@@ -40,6 +40,7 @@ struct Operand {
   // bring some of them each. Otherwise it brings whole boxes, and a multicasting block brings all rows of its part of K.
   static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
   static constexpr int kSwizzle = decltype(Stage{}.layout_a())::num_bits, kLine = (16 << kSwizzle) / int(sizeof(Element));
+  static_assert(kSwizzle == swizzle_of((kAnyRows ? Columns::value : Rows::value) * int(sizeof(Element))));
   static constexpr int kBoxes = (kAnyRows ? Columns::value : Rows::value) / kLine;  // of a stage
   static constexpr int kBox = kElements / kBoxes;
   // Of one matrix: the rows of a tile, and the lines of a box that one block loads.
@@ -49,7 +50,6 @@ struct Operand {
   static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
-  using Bits = cute::uint_bit_t<8 * sizeof(Element)>;  // as TMA copies them, which knows no types
 
   // Where an element lies in a stage, but for swizzling.
   static constexpr int place(int row, int column) {
@@ -78,15 +78,6 @@ struct Operand {
 
   // Rows of the next matrix begin where whole blocks of a stage's swizzle end.
   static_assert(kMatrices == 1 || (kMajor == cute::GMMA::Major::K && Rows::value % (8 * kMatrices) == 0));
-};
-
-// No second matrix.
-struct NoCopy {};
-
-// How TMA reads one matrix.
-struct Descriptors {
-  cute::TmaDescriptor whole;
-  cute::TmaDescriptor last;  // for boxes whose last rows are beyond the matrix
 };
 
 // Where loads of tiles begin: within matrices of which a part is multiplied (sm90_grouped.h, sm90_ragged_k.h).
@@ -145,7 +136,7 @@ struct Filler {
 
 // Nothing is taken of A's rows.
 struct NoRows {
-  struct Params {};
+  using Params = Nothing;
 };
 
 // No blocks of the operands have scales (block_scales.h): sums are added up as they are.
@@ -154,7 +145,7 @@ struct NoScales {
 
   template <int kTileM, int kTileN, int kAcross, int kStages, bool kOneReleases>
   struct For {
-    struct Params {};
+    using Params = Nothing;
   };
 };
 
@@ -248,49 +239,8 @@ class Mainloop {
     PipelineStorage pipeline;
   };
 
-  struct Arguments {
-    ElementA const* ptr_A;
-    StrideA dA;
-    ElementB const* ptr_B;
-    StrideB dB;
-    // The weight's second matrix, if there is one. A header of CUTLASS makes fields that are not named an error.
-    cute::conditional_t<kSwapped, ElementA, ElementB> const* ptr_second = nullptr;
-    cute::conditional_t<kSwapped, StrideA, StrideB> d_second = {};
-    typename Rows::Params rows = {};
-    typename Scales::Params scales = {};
-  };
-
-  struct Params {
-    // For boxes of rows that the matrix has, and for those whose last rows are beyond it.
-    Descriptors a, b;
-    cute::conditional_t<kProducts == 1, NoCopy, Descriptors> second;
-    int rows_a = 0, rows_b = 0;  // of each matrix
-    uint32_t tma_transaction_bytes = TmaTransactionBytes;
-    float inverse_k = 0.0f;
-    typename Rows::Params rows;
-    typename Scales::Params scales;
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
-    using namespace cute;
-    auto const [m, n, k, l] = problem;
-    Params params{};
-    params.rows_a = int(m) / kMatricesA;
-    params.rows_b = int(n) / kMatricesB;
-    auto const& [ptr_a, d_a, ptr_b, d_b, ptr_second, d_second, rows, scales] = arguments;
-    params.a = encoded<A>(ptr_a, params.rows_a, k, l, d_a);
-    params.b = encoded<B>(ptr_b, params.rows_b, k, l, d_b);
-    if constexpr (kProducts == 2 && kSwapped) {
-      params.second = encoded<A>(ptr_second, params.rows_a, k, l, d_second);
-    } else if constexpr (kProducts == 2) {
-      params.second = encoded<B>(ptr_second, params.rows_b, k, l, d_second);
-    }
-    params.inverse_k = 1.0f / float(k);
-    params.rows = rows;
-    params.scales = scales;
-    return params;
-  }
+  struct Arguments;  // which CUTLASS's kernels name: a launch fills parameters without (sm90_launch.h)
+  using Params = MainloopParams<kProducts == 2, typename Rows::Params, typename Scales::Params>;
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     auto const prefetch = [](Descriptors const& of) {
@@ -346,7 +296,7 @@ class Mainloop {
     auto const load_b = filler_b(params.b, 0);
     auto const load_second = [&] {
       if constexpr (kProducts == 1) {
-        return NoCopy{};
+        return Nothing{};
       } else if constexpr (kSwapped) {
         return filler_a(params.second, 1);
       } else {
@@ -661,31 +611,6 @@ class Mainloop {
     } else if (kStepsAtOnce > 1 && steps > 0) {
       add_up(cute::Int<1>{});
     }
-  }
-
-  // One matrix's descriptors: `rows` lines of `k` elements or the other way round, in `batches` that lie as the stride says.
-  template <class Operand, class Element, class Batches, class Stride>
-  static Descriptors encoded(Element const* data, int rows, int64_t k, Batches const& batches, Stride const& stride) {
-    using namespace cute;
-    constexpr bool kAnyRows = Operand::kAnyRows;
-    auto const type = TMA::to_CUtensorMapDataType<typename Operand::Bits>();
-    constexpr auto kSwizzle = CUtensorMapSwizzle(Operand::kSwizzle);
-    uint32_t box[] = {uint32_t(Operand::kLine), uint32_t(Operand::kSlice), 1, 1};
-    uint64_t extents[4] = {uint64_t(kAnyRows ? k : rows), uint64_t(kAnyRows ? rows : k)};
-    uint64_t apart[3] = {uint64_t(get<kAnyRows ? 0 : 1>(stride))};  // elements
-    for_each(make_seq<kBatched ? 2 : 1>{}, [&](auto i) {
-      extents[2 + i] = uint64_t(get<i>(wrap(batches)));
-      apart[1 + i] = uint64_t(get<i>(wrap(get<2>(stride))));
-    });
-    for (auto& each : apart) each *= sizeof(Element);
-    Descriptors found;
-    encode(found.whole, type, kBatched ? 4 : 3, data, extents, apart, box, kSwizzle);
-    found.last = found.whole;
-    if (int const left = rows % Operand::kSlice; kAnyRows && left != 0) {
-      box[1] = uint32_t(left);
-      encode(found.last, type, kBatched ? 4 : 3, data, extents, apart, box, kSwizzle);
-    }
-    return found;
   }
 
   // Counts bytes at a barrier of this block as if they had come.

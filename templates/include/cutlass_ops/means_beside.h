@@ -5,8 +5,8 @@
 
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/row_means.h"
+#include "cutlass_ops/rows_beside.h"
 #include "cutlass_ops/sm90_gemm.h"
-#include "cutlass_ops/standing.h"
 
 namespace cutlass_ops {
 
@@ -38,45 +38,27 @@ CUTLASS_DEVICE void settle(Awaited& found, Awaited const* at) {
   }
 }
 
-// Means of one kind as an epilogue reads them.
-struct AwaitedMeans {
-  Awaited* values = nullptr;
-  unsigned* seen = nullptr;
-  int readers = 0;
-
-  // Called when a tile has been read, by a warp: the last reader leaves all as it was found.
-  CUTLASS_DEVICE void forget(int tile, int first, int rows, int lane) const {
+// Called when a tile has been read, by a warp: the last reader leaves all as it was found.
+CUTLASS_DEVICE void Vector<Awaited>::forget(int tile, int first, int rows, int lane) const {
 #if defined(__CUDACC__)
-    unsigned before = 0;
-    if (lane == 0) before = atomicAdd(seen + tile, 1u);
-    if (__shfl_sync(0xffffffff, before, 0) != unsigned(readers) - 1) return;
-    for (int i = lane; i < rows; i += 32) values[first + i].bits = 0;
-    if (lane == 0) seen[tile] = 0;
+  unsigned before = 0;
+  if (lane == 0) before = atomicAdd(seen + tile, 1u);
+  if (__shfl_sync(0xffffffff, before, 0) != unsigned(readers) - 1) return;
+  for (int i = lane; i < rows; i += 32) values[first + i].bits = 0;
+  if (lane == 0) seen[tile] = 0;
 #endif
-  }
-};
-
-template <>
-struct Vector<Awaited> : AwaitedMeans {};
+}
 
 template <>
 struct AfterReading<Awaited> {
-  AwaitedMeans const& means;
+  Vector<Awaited> const& means;
   int tile, rows, left;
 
-  CUTLASS_DEVICE AfterReading(AwaitedMeans const& means, int tile, int rows, int extent)
+  CUTLASS_DEVICE AfterReading(Vector<Awaited> const& means, int tile, int rows, int extent)
       : means(means), tile(tile), rows(rows), left(extent - tile * rows) {}
   CUTLASS_DEVICE void operator()(int thread) const {
     if (thread < 32) means.forget(tile, tile * rows, cute::min(rows, left), thread);
   }
-};
-
-// How the blocks of a grid share the rows and their means. All of the memory is zero before a kernel, and after it.
-struct Sharing {
-  unsigned* claimed;  // rows that warps have claimed, and a last claim of each warp
-  unsigned* seen;     // how many tiles of D have read each tile of rows, for each of the means
-  int tiles;          // of rows
-  int readers;        // tiles of D that a tile of rows has
 };
 
 // A warp's rows read into registers, so many pieces at a time.
@@ -174,9 +156,7 @@ class StagedRows {
 template <class Reader_>
 struct SharedRows {
   using Reader = Reader_;
-  struct Params : Reader::Params {
-    Sharing beside;
-  };
+  using Params = RowsToShare<typename Reader::Element>;
 
   // The work of idle warps, `kWarps` of each thread block. They claim row after row, as do the warps of blocks that start
   // later. None waits for another, so all rows are taken even if parts of the grid have yet to start. While a warp adds up
@@ -209,46 +189,5 @@ struct SharedRows {
     if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
   }
 };
-
-#if CUTLASS_OPS_HOST
-
-// Finds memory for a launch. A tile of rows has as many readers as there are tiles of D along the other side, rounded up to
-// whole clusters.
-template <class GemmKernel, class Rows>
-cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments,
-                       Preparing const& preparing) {
-  constexpr bool kTransposed = GemmKernel::CollectiveMainloop::kTransposed;
-  constexpr int kMeans = Rows::Reader::What::kCount;
-  auto const along = [&](auto side) {
-    using Cluster = typename GemmKernel::DispatchPolicy::ClusterShape;
-    constexpr int kTile = cute::get<side>(typename GemmKernel::TileShape{}), kBlocks = cute::get<side>(Cluster{});
-    return cute::ceil_div(cute::ceil_div(cute::get<side>(arguments.problem_shape), kTile), kBlocks) * kBlocks;
-  };
-  int const down = along(cute::Int<0>{}), across = along(cute::Int<1>{});
-  int const tiles = kTransposed ? across : down, readers = kTransposed ? down : across;
-
-  constexpr int64_t kWord = sizeof(unsigned), kAlignment = 256 / kWord;
-  auto const aligned = [](int64_t words) { return (words + kAlignment - 1) / kAlignment * kAlignment; };
-  int64_t const seen = aligned(1), means = seen + aligned(int64_t(tiles) * kMeans);
-  int64_t const words = means + int64_t(rows.rows) * kMeans;
-  if (preparing.queue.gives_up()) return cudaSuccess;  // the memory is its stream's
-  void* start;
-  cudaError_t const error = Standing::of<Rows>(preparing.device, preparing.queue.stream(), words * kWord, &start);
-  if (error != cudaSuccess) return error;
-  auto* const first = static_cast<unsigned*>(start);
-  rows.beside = {first, first + seen, tiles, readers};
-  rows.means = reinterpret_cast<float*>(first + means);
-  return cudaSuccess;
-}
-
-// The first or the second of the means.
-template <class Params>
-AwaitedMeans awaited(Params const& params, int index) {
-  auto* const all = reinterpret_cast<Awaited*>(params.means);
-  return {all + int64_t(index) * params.rows, params.beside.seen + int64_t(index) * params.beside.tiles,
-          params.beside.readers};
-}
-
-#endif  // CUTLASS_OPS_HOST
 
 }  // namespace cutlass_ops

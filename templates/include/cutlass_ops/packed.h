@@ -3,9 +3,7 @@
 #pragma once
 
 #include <cstdint>
-
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
+#include <type_traits>
 
 #include "cutlass_ops/binding.h"
 
@@ -38,7 +36,7 @@ constexpr uint32_t kMinusZeros = 0x80008000;
 template <class Element>
 CUTLASS_DEVICE uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
-  if constexpr (cutlass::platform::is_same<Element, cutlass::half_t>::value) {
+  if constexpr (std::is_same_v<Element, cutlass::half_t>) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   } else {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cutlass_ops/mainloop.h"
-#include "cutlass_ops/packed.h"
+#include "cutlass_ops/packed_launch.h"
 
 namespace cutlass_ops {
 
@@ -85,44 +85,8 @@ class PackedMainloop {
     PipelineStorage pipeline;
   };
 
-  struct Arguments {
-    PackedWeight weight;
-    ElementB const* ptr_B;
-    StrideB dB;
-  };
-
-  struct Params {
-    cute::TmaDescriptor values, scales;
-    Descriptors b;
-    int rows_b = 0;
-    uint32_t tma_transaction_bytes = TmaTransactionBytes;
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
-    auto const [m, n, k, l] = problem;
-    auto const& weight = arguments.weight;
-    Params params{};
-    params.rows_b = int(n);
-    // Numbers in units of 8 bytes: a line has as many of these as K.
-    params.values = lines(CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, weight.values, weight.k, weight.lines, kTileK);
-    params.scales = lines(CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, weight.scales, weight.groups * Numbers::kParts * kLine,
-                          weight.lines, kScales);
-    uint64_t const extents[] = {uint64_t(k), uint64_t(n), 1};
-    uint64_t const apart[] = {uint64_t(cute::get<0>(arguments.dB)) * sizeof(ElementB), 0};
-    uint32_t box[] = {uint32_t(B::kLine), uint32_t(B::kSlice), 1};
-    auto const encode_b = [&](cute::TmaDescriptor& descriptor) {
-      encode(descriptor, cute::TMA::to_CUtensorMapDataType<typename B::Bits>(), 2, arguments.ptr_B, extents, apart, box,
-             CUtensorMapSwizzle(B::kSwizzle));
-    };
-    encode_b(params.b.whole);
-    params.b.last = params.b.whole;
-    if (int const left = int(n) % B::kSlice; left != 0) {
-      box[1] = uint32_t(left);
-      encode_b(params.b.last);
-    }
-    return params;
-  }
+  struct Arguments;  // as in mainloop.h
+  using Params = PackedParams;
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(&params.values);
@@ -323,16 +287,6 @@ class PackedMainloop {
       }
     }
   };
-
-  // How TMA reads lines, which follow each other: boxes of `across` units of all lines of a tile.
-  static cute::TmaDescriptor lines(CUtensorMapDataType type, uint64_t size, void const* data, uint64_t length,
-                                   uint64_t count, uint32_t across) {
-    uint64_t const extents[] = {length, count}, apart[] = {length * size};
-    uint32_t const box[] = {across, uint32_t(kLines)};
-    cute::TmaDescriptor found;
-    encode(found, type, 2, data, extents, apart, box, CU_TENSOR_MAP_SWIZZLE_NONE);
-    return found;
-  }
 
   // A weight is read once, unless its tiles are read again for other rows.
   CUTLASS_DEVICE static void bring(cute::TmaDescriptor const& from, uint64_t& barrier, void* to, int x, int y) {

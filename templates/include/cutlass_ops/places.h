@@ -5,7 +5,9 @@
 
 #pragma once
 
-#include "cutlass/cutlass.h"
+#include "cutlass_ops/halves.h"
+
+#include "cutlass/detail/helper_macros.hpp"
 
 #if !defined(__CUDACC__)
 int __float_as_int(float);  // declared by nvcc; see halves.h

@@ -6,6 +6,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/quantize.h"
+#include "cutlass_ops/sm90_launch.h"
 
 namespace cutlass_ops {
 
@@ -13,13 +14,8 @@ struct Quantized {
   static constexpr bool kAny = true, kByWarps = false, kSharedByTwo = false;
   static constexpr int kColumns = kQuantizedBlock;  // of a warpgroup, which share a scale
 
-  // Arguments of an epilogue with where the scales go, and its parameters with that.
-  template <class Arguments>
-  struct With : Arguments {
-    WrittenScales scales;
-  };
   template <class Params>
-  using Kept = With<Params>;
+  using Kept = QuantizedParams<Params>;
   template <class Pipeline>
   using Loading = Pipeline;
   template <class Storage, int kRows>
@@ -55,12 +51,8 @@ struct QuantizedByWarps : Quantized {
   static constexpr bool kByWarps = true;
   static constexpr int kColumns = kColumns_, kRows = 16, kPieces = kColumns / 16;  // of a warp, and of a line
 
-  // D besides.
   template <class Params>
-  struct Kept : With<Params> {
-    void* d;
-    int64_t lines;  // from one of its lines to the next, in bytes
-  };
+  using Kept = QuantizedByWarpsParams<Params>;
 
   // Stores a warp's rows of a block from `d` on, where `rows` and `columns` are left. A word has two columns of a row and of the
   // row eight below, of the thread's place among eight columns (Fragment in epilogue.h). `shared` has room for the rows of the

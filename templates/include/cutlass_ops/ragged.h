@@ -13,12 +13,9 @@
 
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/sm90_batched.h"
+#include "cutlass_ops/sm90_grouped_launch.h"
 
 namespace cutlass_ops {
-
-constexpr int kRaggedRows = 1 << 30;        // along x; z is as much
-constexpr int kRaggedExtent = 0x7fff0000;   // of y and z, which bound nothing
-constexpr int64_t kRaggedWrap = 1ll << 34;  // elements
 
 // A copy by TMA with such a descriptor. Its coordinates are those of one group: rows and columns as they are there, and in the
 // batch's place the group's first row and its number. A group's rows are the kernel's columns if it computes the transposed
@@ -53,7 +50,6 @@ struct RaggedCollective {
     using Base = typename Collective::Type;
 
    public:
-    using typename Base::Arguments;
     using typename Base::LoadPipeline;
     using typename Base::LoadPipelineState;
     using typename Base::TensorStorage;
@@ -62,17 +58,6 @@ struct RaggedCollective {
       RaggedCopy<typename Base::Params::TMA_C, kSwapped> tma_load_c;
       RaggedCopy<typename Base::Params::TMA_D, kSwapped> tma_store_d;
     };
-
-    template <class Problem>
-    static Params to_underlying_arguments(Problem problem, Arguments arguments, void* workspace) {
-      using namespace cute;
-      get<kSwapped ? 1 : 0>(problem) = kRaggedRows;
-      get<3>(problem) = make_shape(kRaggedExtent, kRaggedExtent);
-      twice(arguments.dC);
-      twice(arguments.dD);
-      auto const params = Base::to_underlying_arguments(problem, arguments, workspace);
-      return {params, {params.tma_load_c}, {params.tma_store_d}};
-    }
 
     CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
       if constexpr (kHasSource) cute::prefetch_tma_descriptor(params.tma_load_c.get_tma_descriptor());
@@ -124,13 +109,6 @@ struct RaggedCollective {
         cute::append(cute::shape(typename Base::EpilogueTile{}), cute::Int<Base::DispatchPolicy::StagesC>{}),
         cute::conditional_t<kColumnMajorC, cute::Step<cute::_2, cute::_1, cute::_3>,
                             cute::Step<cute::_1, cute::_2, cute::_3>>{}));
-
-    // The distance between rows, a second time and wrapped around, in the places of those between batches.
-    template <class Stride>
-    static void twice(Stride& stride) {
-      int64_t const row = cute::get<kSwapped ? 1 : 0>(stride);
-      cute::get<2>(stride) = cute::make_stride(row, kRaggedWrap - row);
-    }
 
     Params const& ragged_;
   };

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/results.h"
 
 namespace cutlass_ops {
 
@@ -119,29 +120,6 @@ struct Together<Last> {
 };
 
 }  // namespace reduce
-
-// The types of their results, and where these go.
-template <class... Each>
-struct Elements;
-
-template <class First_, class... Rest>
-struct Pointers {
-  First_* first = nullptr;
-  Pointers<Rest...> rest;
-};
-template <class Last>
-struct Pointers<Last> {
-  Last* first = nullptr;
-};
-
-template <class Element>
-struct ResultsOf {
-  using Type = Element*;
-};
-template <class... Each>
-struct ResultsOf<Elements<Each...>> {
-  using Type = Pointers<Each...>;
-};
 
 // What is stored of what a reduction has kept.
 template <class Reduce, class Element>

@@ -11,19 +11,11 @@
 
 namespace cutlass_ops {
 
-// Means of all rows come first in the result, then means of squares, of those that `What` has.
 template <class What_, class Element_, Major kMajor, int kAlignment>
 struct RowReader {
   using What = What_;
   using Element = Element_;
-  struct Params {
-    Element const* a;
-    int64_t ld;
-    int rows;
-    int k;
-    float inverse_k;
-    float* means;
-  };
+  using Params = RowsToRead<Element>;
   // Segments that a warp adds up at a time, elements of one that its lanes read together, and whether they do so in pieces.
   static constexpr int kSegments = 32 / kRowLanes, kStep = kRowLanes * kRowPiece;
   static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kRowPiece;
@@ -109,7 +101,7 @@ struct RowReader {
 template <class Rows>
 struct MeansAhead {
   using Params = typename Rows::Params;
-  static constexpr int kThreads = 128, kRows = kThreads / 32;
+  static constexpr int kThreads = kMeansThreads, kRows = kThreads / 32;
   static constexpr int kAtOnce = 16;  // a whole segment: threads would else wait for memory most of the time
 
   CUTLASS_DEVICE static void run(Params const& params) {
@@ -124,35 +116,5 @@ struct MeansAhead {
     if (threadIdx.x % 32 == 0) Rows::publish(params, row, sums, [](float* at, float mean) { *at = mean; });
   }
 };
-
-#if CUTLASS_OPS_HOST
-
-template <class Rows>
-typename Rows::Params rows_of(Matrix const& a, Problem problem) {
-  return {a.ptr<typename Rows::Element>(), a.ld, problem.m, problem.k, 1.0f / float(problem.k), nullptr};
-}
-
-// Bytes of the means, rounded up so that what follows in a workspace is aligned.
-template <class What>
-int64_t means_bytes(Problem problem) {
-  constexpr int64_t kAlignment = 256;
-  return (int64_t(problem.m) * What::kCount * int64_t(sizeof(float)) + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-// `overlap` lets it start while the kernel before it in the stream is still ending.
-template <class Kernel>
-cudaError_t launch_means_ahead(void const* kernel, typename Kernel::Params const& params, Queue const& queue, bool overlap) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned((int64_t(params.rows) + Kernel::kRows - 1) / Kernel::kRows));
-  config.blockDim = dim3(Kernel::kThreads);
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  return queue.launch(config, kernel, params);
-}
-
-#endif  // CUTLASS_OPS_HOST
 
 }  // namespace cutlass_ops

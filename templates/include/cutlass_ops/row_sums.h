@@ -11,14 +11,9 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/half.h"
 
-namespace cutlass_ops {
+#include "cutlass_ops/rows.h"
 
-// Which means an epilogue wants: of a row's elements, of their squares.
-template <bool kMean_, bool kMeanSquare_>
-struct WhichMeans {
-  static constexpr bool kMean = kMean_, kMeanSquare = kMeanSquare_;
-  static constexpr int kCount = int(kMean) + int(kMeanSquare);
-};
+namespace cutlass_ops {
 
 // Two neighbouring elements as FP32.
 template <class Element>

@@ -20,17 +20,4 @@ using BatchedB = WithBatches<cutlass::gemm::TagToStrideB_t<Layout>>;
 template <class Layout>
 using BatchedC = WithBatches<cutlass::gemm::TagToStrideC_t<Layout>>;
 
-inline auto batch_strides(Batches const& x) { return cute::make_stride(x.inner, x.outer); }
-
-// An operand's stride, in place of `stride` of an operand without batches.
-template <class Stride>
-Stride stride(BatchedMatrix const& x) {
-  Stride s = stride<Stride>(static_cast<Matrix const&>(x));
-  cute::get<2>(s) = batch_strides(x.batches);
-  return s;
-}
-
-// Numbers of batches, of at least one.
-inline auto batch_shape(Problem const& p) { return cute::make_shape(p.inner, p.count / p.inner); }
-
 }  // namespace cutlass_ops

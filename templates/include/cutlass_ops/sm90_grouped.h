@@ -6,7 +6,7 @@
 
 #include "cutlass_ops/sm90_batched.h"
 
-#include "cutlass_ops/grouped.h"
+#include "cutlass_ops/sm90_grouped_launch.h"
 
 namespace cutlass_ops {
 
@@ -25,45 +25,12 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
   static constexpr int kClusterM = cute::size<0>(ClusterShape{}), kClusterN = cute::size<1>(ClusterShape{});
   static constexpr int kM = cute::size<0>(TileShape{}) * kClusterM, kN = cute::size<1>(TileShape{}) * kClusterN;
-  // Rows and columns of D that a cluster has.
-  static constexpr int kRows = kSwapped ? kN : kM, kColumns = kSwapped ? kM : kN;
+  static constexpr int kRows = kSwapped ? kN : kM;  // of D, that a cluster has
   static constexpr int kStrip = 8;  // rows of clusters
   static constexpr int kEach = 4;   // groups of a lane at a time
 
  public:
-  struct Arguments : Base::Arguments {
-    RowGroups groups;
-  };
-
-  struct Params {
-    RowGroups groups;
-    int columns = 0;  // of clusters
-    int active = 0;   // clusters
-    // CUTLASS's kernels give these two back to get_grid_shape.
-    int log_swizzle_size_ = 0;
-    Base::RasterOrder raster_order_ = Base::RasterOrder::AlongM;
-  };
-
-  template <class ProblemShape>
-  static Params to_underlying_arguments(ProblemShape problem, TileShape, ClusterShape,
-                                        cutlass::KernelHardwareInfo const& hardware, Arguments const& arguments,
-                                        void* = nullptr, uint32_t = 1, uint32_t = 1) {
-    Params params;
-    params.groups = arguments.groups;
-    params.columns = (int(cute::get<kSwapped ? 0 : 1>(problem)) + kColumns - 1) / kColumns;
-    // As many as there can be: each group that has rows may end within a cluster.
-    int const rows = params.groups.all(), groups = std::min(params.groups.count, rows);
-    int64_t const most = int64_t(groups + (rows - groups) / kRows) * params.columns;
-    params.active = int(std::max<int64_t>(1, std::min<int64_t>(most, hardware.max_active_clusters)));
-    return params;
-  }
-
-  template <class... Others>
-  static dim3 get_grid_shape(Params const& params, Others const&...) {
-    return {unsigned(params.active) * kClusterM, unsigned(kClusterN), 1};
-  }
-
-  static bool can_implement(Arguments const&) { return true; }
+  using Params = GroupedOrder<kSwapped>;
 
   // `params` is the kernel's own argument: reading it needs no copy. What runs before may compute where groups end.
   CUTLASS_DEVICE explicit GroupedTileScheduler(Params const& params)
@@ -203,19 +170,7 @@ class GroupedMainloop : public Base {
   using typename Base::PipelineState;
   using typename Base::TensorStorage;
 
-  struct Arguments : Base::Arguments {
-    RowGroups groups;
-  };
-  struct Params : Base::Params {
-    RowGroups groups;
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
-    Params params{Base::to_underlying_arguments(problem, arguments, workspace), arguments.groups};
-    (kSwapped ? params.rows_b : params.rows_a) = INT32_MAX;  // boxes are whole
-    return params;
-  }
+  using Params = WithGroups<typename Base::Params>;
 
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const&,
@@ -256,17 +211,7 @@ class GroupedEpilogue : public Base {
   using typename Base::StorePipelineState;
   using typename Base::TensorStorage;
 
-  struct Arguments : Base::Arguments {
-    RowGroups groups;
-  };
-  struct Params : Base::Params {
-    RowGroups groups;
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
-    return {Base::to_underlying_arguments(problem, arguments, workspace), arguments.groups};
-  }
+  using Params = WithGroups<typename Base::Params>;
 
   CUTLASS_DEVICE GroupedEpilogue(Params const& params, TensorStorage& storage) : Base(params, storage), params_(params) {}
 

@@ -9,11 +9,11 @@ namespace cutlass_ops {
 // Columns 2 n and 2 n + 1 of D are neighbours in a fragment; where the kernel computes the transposed problem they are
 // rows, of lanes that are four apart.
 template <bool kSwapped>
-struct SwapPairs : Input<NoArguments> {
+struct SwapPairs : Input<Nothing> {
   struct SharedStorage {};
 
   CUTLASS_HOST_DEVICE SwapPairs() {}
-  CUTLASS_HOST_DEVICE SwapPairs(NoArguments const&, SharedStorage const&) {}
+  CUTLASS_HOST_DEVICE SwapPairs(Nothing const&, SharedStorage const&) {}
 
   struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
     template <class Accumulator, class Value, int kSize>

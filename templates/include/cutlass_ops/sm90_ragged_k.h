@@ -9,36 +9,9 @@
 
 #include "cutlass_ops/sm90_batched.h"
 
-#include "cutlass_ops/grouped.h"
-#include "cutlass_ops/ragged.h"
+#include "cutlass_ops/sm90_grouped_launch.h"
 
 namespace cutlass_ops {
-
-#if CUTLASS_OPS_HOST
-
-// Reads the arguments of one call: A, B, D with a matrix for each group, where groups end, and what the epilogue reads and
-// writes, as for batches.
-class RaggedKOperands : public BatchedOperands {
- public:
-  explicit RaggedKOperands(Call& call) : BatchedOperands(call) {}
-
-  Problem problem(BatchedMatrix const& a, BatchedMatrix const& b, BatchedMatrix const& d) {
-    found_ = ~0u;  // only D has a dimension of groups
-    Problem const p = BatchedOperands::problem(a, b, d);
-    if (rank_ != 1 || p.k > kRaggedRows) fail_shape(0);
-    return p;
-  }
-
-  template <class Element = int32_t>  // of which a kernel's source says what DLPack calls it
-  RowGroups groups(Problem p) {
-    expect_none();
-    RowGroups const found{vector<Element>(p.count).values, p.count, p.k};
-    expect(p.count);
-    return found;
-  }
-};
-
-#endif  // CUTLASS_OPS_HOST
 
 // Tag of the scheduler below.
 struct RaggedKScheduler {};
@@ -46,24 +19,8 @@ struct RaggedKScheduler {};
 // The tiles of batches, in the same order. The kernels below count steps along K by tiles.
 class RaggedKTileScheduler : public BatchedTileScheduler {
   using Base = BatchedTileScheduler;
-  using Usual = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
-
  public:
-  struct Params : Base::Params {
-    // CUTLASS's kernels give these two back to get_grid_shape.
-    int log_swizzle_size_ = 0;
-    Usual::RasterOrder raster_order_ = Usual::RasterOrder::AlongM;
-  };
-
-  template <class... Given>
-  static Params to_underlying_arguments(Given const&... given) {
-    return {Base::to_underlying_arguments(given...)};
-  }
-
-  template <class Problem, class Tile, class Cluster, class... Others>
-  static dim3 get_grid_shape(Params const& params, Problem const&, Tile, Cluster cluster, Others const&...) {
-    return Base::grid(params, cluster);
-  }
+  using typename Base::Params;
 
   // What runs before may compute where groups end.
   CUTLASS_DEVICE explicit RaggedKTileScheduler(Params const& params) : Base(params) {
@@ -82,14 +39,7 @@ class RaggedKTileScheduler : public BatchedTileScheduler {
 template <class Base>
 class RaggedKMainloop : public Base {
   static constexpr int kTileK = cute::size<2>(typename Base::TileShape{});
-  using Cluster = typename Base::DispatchPolicy::ClusterShape;
   using Stages = typename Base::PipelineState;
-  template <int kSide>
-  static int clusters(int extent) {
-    constexpr int kExtent = cute::size<kSide>(typename Base::TileShape{}) * cute::size<kSide>(Cluster{});
-    return (extent + kExtent - 1) / kExtent;
-  }
-
  public:
   using typename Base::MainloopPipeline;
   using typename Base::TensorStorage;
@@ -101,26 +51,7 @@ class RaggedKMainloop : public Base {
     CUTLASS_DEVICE void advance(int count) { tiles += count; }
   };
 
-  struct Arguments : Base::Arguments {
-    RowGroups groups;
-  };
-  struct Params : Base::Params {
-    RowGroups groups;
-    cutlass::FastDivmod of_group;  // clusters of one group's tiles
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem problem, Arguments arguments, void* workspace) {
-    using namespace cute;
-    int const m = int(get<0>(problem)), n = int(get<1>(problem));
-    get<2>(problem) = kRaggedRows;
-    auto const all = make_shape(get<0>(problem), get<1>(problem), get<2>(problem), make_shape(kRaggedExtent, kRaggedExtent));
-    twice(arguments.dA);
-    twice(arguments.dB);
-    Params params{Base::to_underlying_arguments(all, arguments, workspace), arguments.groups};
-    params.of_group = cutlass::FastDivmod(std::max(1, clusters<0>(m) * clusters<1>(n)));
-    return params;
-  }
+  using Params = WithGroupsOfK<typename Base::Params>;
 
   // K of one step, which is what CUTLASS's kernels count.
   template <class Problem>
@@ -178,13 +109,6 @@ class RaggedKMainloop : public Base {
   CUTLASS_DEVICE static int steps_at(Params const& params, int tile) {
     int const place = int(cute::cluster_id_in_grid().x) + tile * int(cute::cluster_grid_dims().x);
     return steps_of(params.groups.of(params.of_group.div(place)));
-  }
-
-  // The distance between steps along K, a second time and wrapped around, in the places of those between batches.
-  template <class Stride>
-  static void twice(Stride& stride) {
-    int64_t const row = cute::get<1>(stride);
-    cute::get<2>(stride) = cute::make_stride(row, kRaggedWrap - row);
   }
 
   Stages filled_ = cutlass::make_producer_start_state<MainloopPipeline>();  // of the producer

@@ -8,21 +8,9 @@
 #include "cutlass_ops/epilogue.h"
 #include "cutlass_ops/reduce.h"
 #include "cutlass_ops/sm90_gemm.h"
-#include "cutlass_ops/standing.h"
+#include "cutlass_ops/sm90_results.h"
 
 namespace cutlass_ops {
-
-// What tiles leave for the last of them.
-struct Parts {
-  void* values = nullptr;       // what the tiles kept of each result, side by side
-  unsigned* arrived = nullptr;  // for the results that a warp has of a tile, how many parts: zero before a kernel, and after it
-};
-
-template <class Element>
-struct Reduced {
-  typename ResultsOf<Element>::Type results{};
-  Parts parts;
-};
 
 #if defined(__CUDACC__)
 
@@ -319,34 +307,5 @@ struct RowReduction : Input<Reduced<Element>> {
   Reduced<Element> const* params_;
   State* values_;
 };
-
-#if CUTLASS_OPS_HOST
-
-// Bytes that the parts of all results take: of so many, each of `extent` elements.
-template <class Reduction>
-int64_t parts_bytes(int results, int extent) {
-  int const each = Reduction::parts(extent);
-  return each == 1 ? 0 : Preparing::rounded(int64_t(results) * each * int64_t(sizeof(typename Reduction::State)));
-}
-
-// One of a kernel's results, several of which may be of one type: each counts its own parts.
-template <class Reduction, int kWhich>
-struct Arrivals;
-
-// Finds memory for them.
-template <class Reduction, int kWhich>
-cudaError_t share_parts(Parts& parts, int results, int extent, Preparing& preparing) {
-  if (preparing.queue.gives_up()) return cudaSuccess;  // the memory is its stream's
-  parts.values = preparing.take(parts_bytes<Reduction>(results, extent));
-  int64_t const tiles = (int64_t(results) + Reduction::kResults - 1) / Reduction::kResults;
-  void* start;
-  int64_t const bytes = tiles * Reduction::kWarps * int64_t(sizeof(unsigned));
-  cudaError_t const error =
-      Standing::of<Arrivals<Reduction, kWhich>>(preparing.device, preparing.queue.stream(), bytes, &start);
-  parts.arrived = static_cast<unsigned*>(start);
-  return error;
-}
-
-#endif  // CUTLASS_OPS_HOST
 
 }  // namespace cutlass_ops

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cutlass_ops/binding.h"
 
@@ -27,12 +28,10 @@ struct StoredOf<TwoOfFour<Element>> {
 constexpr int kMetaBlock = 64;  // rows, and elements along K, whose metadata lie together
 constexpr int kMetaBytes = 512;
 
-// A sparse weight, as a launch takes it.
-struct SparseWeight {
-  void const* values = nullptr;
-  void const* meta = nullptr;
-  int64_t apart = 0;                 // stored elements from one row to the next
-  int row_blocks = 0, k_blocks = 0;  // of metadata
+// A sparse weight's metadata, as a launch takes them.
+struct SparseMeta {
+  void const* data = nullptr;
+  int row_blocks = 0, k_blocks = 0;
 };
 
 // Reads A as it is, and B with four elements along K for each two that are stored.
@@ -42,7 +41,7 @@ class SparseOperands {
 
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix input() {
-    if constexpr (cute::is_void_v<typename StoredOf<Element>::Type>) {
+    if constexpr (std::is_void_v<typename StoredOf<Element>::Type>) {
       return call_.input<Element, kMajor, kAlignment, kAlignedExtent>();
     } else {
       static_assert(kMajor == Major::kCol, "stored elements lie along K");
@@ -57,12 +56,12 @@ class SparseOperands {
 
   Problem problem(Matrix const& a, Matrix const& b, Matrix const& d) { return call_.problem(a, b, d); }
 
-  // The weight with its metadata: bytes in whole blocks, along K in whole pairs of these.
-  SparseWeight weight(Matrix const& b, Problem const& p) {
+  // Bytes in whole blocks, along K in whole pairs of these.
+  SparseMeta meta(Problem const& p) {
     int const row_blocks = (p.n + kMetaBlock - 1) / kMetaBlock;
     int const k_blocks = (p.k + 2 * kMetaBlock - 1) / (2 * kMetaBlock) * 2;
     Problem const bytes{row_blocks * k_blocks * kMetaBytes, 0, 0};
-    return {b.data, call_.col<uint8_t>(bytes), b.ld, row_blocks, k_blocks};
+    return {call_.col<uint8_t>(bytes), row_blocks, k_blocks};
   }
 
   void check() {}

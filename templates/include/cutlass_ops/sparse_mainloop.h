@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cutlass_ops/mainloop.h"
-#include "cutlass_ops/sparse.h"
+#include "cutlass_ops/sparse_launch.h"
 
 namespace cutlass_ops {
 
@@ -88,35 +88,8 @@ class SparseMainloop {
     PipelineStorage pipeline;
   };
 
-  struct Arguments {
-    SparseWeight weight;
-    ElementB const* ptr_B;
-    StrideB dB;
-  };
-
-  struct Params {
-    Descriptors a, b;
-    cute::TmaDescriptor meta;
-    int rows_a = 0, rows_b = 0;
-    uint32_t tma_transaction_bytes = TmaTransactionBytes;
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
-    auto const [m, n, k, l] = problem;
-    auto const& weight = arguments.weight;
-    Params params{};
-    params.rows_a = int(m);
-    params.rows_b = int(n);
-    params.a = encoded<A, ElementA>(weight.values, params.rows_a, int(k) / 2, weight.apart);
-    params.b = encoded<B, ElementB>(arguments.ptr_B, params.rows_b, int(k), int64_t(cute::get<0>(arguments.dB)));
-    // Metadata in units of 8 bytes: a row of blocks has as many of these as K.
-    uint64_t const extents[] = {uint64_t(weight.k_blocks) * kMetaBlock, uint64_t(weight.row_blocks)};
-    uint64_t const apart[] = {uint64_t(weight.k_blocks) * kMetaBytes};
-    uint32_t const box[] = {uint32_t(kTileK), uint32_t(kBlocksDown)};
-    encode(params.meta, CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 2, weight.meta, extents, apart, box, CU_TENSOR_MAP_SWIZZLE_NONE);
-    return params;
-  }
+  struct Arguments;  // as in mainloop.h
+  using Params = SparseParams;
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(&params.a.whole);
@@ -302,23 +275,6 @@ class SparseMainloop {
                                                          typename Operand::Storage& storage) {
     int const first = Operand::kMulticast ? part * Operand::kSlice : 0;
     return {&from, mask, left - first, row + first, 0, {0, 0}, storage.data() + first * Operand::kLine};
-  }
-
-  // How TMA reads `rows` lines of `columns` elements.
-  template <class Operand, class Element>
-  static Descriptors encoded(void const* data, int rows, int columns, int64_t apart) {
-    auto const type = cute::TMA::to_CUtensorMapDataType<typename Operand::Bits>();
-    uint64_t const extents[] = {uint64_t(columns), uint64_t(rows), 1};
-    uint64_t const bytes_apart[] = {uint64_t(apart) * sizeof(Element), 0};
-    uint32_t box[] = {uint32_t(Operand::kLine), uint32_t(Operand::kSlice), 1};
-    Descriptors found;
-    encode(found.whole, type, 3, data, extents, bytes_apart, box, CUtensorMapSwizzle(Operand::kSwizzle));
-    found.last = found.whole;
-    if (int const left = rows % Operand::kSlice; left != 0) {
-      box[1] = uint32_t(left);
-      encode(found.last, type, 3, data, extents, bytes_apart, box, CUtensorMapSwizzle(Operand::kSwizzle));
-    }
-    return found;
   }
 
   CUTLASS_DEVICE static void count(uint64_t& barrier, uint32_t bytes) {

@@ -22,7 +22,6 @@ class SplitKernel {
   using StrideC = typename Epilogue::StrideC;
   using StrideD = typename Epilogue::StrideD;
   using TileScheduler = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
-  using TileSchedulerArguments = TileScheduler::Arguments;
   struct DispatchPolicy {
     using ClusterShape = cute::Shape<cute::Int<kSplits>, cute::_1, cute::_1>;
   };
@@ -63,34 +62,7 @@ class SplitKernel {
   static_assert(2 * kSlots * kSlotBytes <= sizeof(typename Mainloop::TensorStorage),
                 "the parts of a tile do not fit where its operands were");
 
-  struct Arguments {
-    cutlass::gemm::GemmUniversalMode mode{};
-    ProblemShape problem_shape{};
-    typename Mainloop::Arguments mainloop{};
-    typename Epilogue::Arguments epilogue{};
-    cutlass::KernelHardwareInfo hw_info{};
-    TileSchedulerArguments scheduler{};
-  };
-
-  struct Params {
-    ProblemShape problem_shape{};
-    typename Mainloop::Params mainloop{};
-    typename Epilogue::Params epilogue{};
-  };
-
-  static Params to_underlying_arguments(Arguments const& args, void*) {
-    return {args.problem_shape, Mainloop::to_underlying_arguments(args.problem_shape, args.mainloop, nullptr),
-            Epilogue::to_underlying_arguments(args.problem_shape, args.epilogue, nullptr)};
-  }
-  static size_t get_workspace_size(Arguments const&) { return 0; }
-  static cutlass::Status initialize_workspace(Arguments const&, void*, cudaStream_t) {
-    return cutlass::Status::kSuccess;
-  }
-  static dim3 get_block_shape() { return dim3(MaxThreadsPerBlock); }
-  static dim3 get_grid_shape(Params const& params) {
-    return {unsigned(kSplits), unsigned(cute::ceil_div(cute::get<0>(params.problem_shape), kTileM)),
-            unsigned(cute::ceil_div(cute::get<1>(params.problem_shape), kTileN))};
-  }
+  using Params = TileParams<ProblemShape, typename Mainloop::Params, typename Epilogue::Params>;
 
   CUTLASS_DEVICE void operator()(Params const& params, char* memory) {
     using namespace cute;

@@ -2,18 +2,12 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-
 #include "cute/tensor.hpp"
-#include "cutlass/fast_math.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
-#include "cutlass_ops/placement.h"
+#include "cutlass_ops/sm90_launch.h"
 
 namespace cutlass_ops {
-
-constexpr int kMaxPlaces = 192;  // clusters of one wave, at most, that can be told apart
 
 // Tags of the scheduler below: for the tiles of one GEMM, and of one after the other.
 struct OrderedScheduler {};
@@ -28,75 +22,8 @@ template <bool kBatched>
 class OrderedTileSchedulerOf : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
   using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
 
-  struct OneGemm {};
-  struct SeveralGemms {
-    cutlass::FastDivmod gemm;  // clusters of one
-  };
-
-  // The order itself: all that a thread keeps.
-  struct Order : cute::conditional_t<kBatched, SeveralGemms, OneGemm> {
-    cutlass::FastDivmod strip;  // clusters of a whole strip
-    cutlass::FastDivmod width;  // clusters across a whole strip
-    cutlass::FastDivmod last;   // and across the last one
-    int whole_strips = 0;
-    int clusters = 0;
-    int active = 0;
-    bool along_n = false;
-  };
-
  public:
-  struct Arguments : Base::Arguments {
-    Groups groups;  // on the host; where fewer clusters are known than run, they keep their own numbers
-  };
-
-  struct Params {
-    Order order;
-    bool placed = false;
-    uint8_t places[kMaxPlaces] = {};
-  };
-
-  template <class ProblemShape, class TileShape, class ClusterShape>
-  static Params to_underlying_arguments(ProblemShape problem, TileShape tile, ClusterShape cluster,
-                                        cutlass::KernelHardwareInfo const& hardware, Arguments const& arguments,
-                                        void* = nullptr, uint32_t = 1, uint32_t = 1) {
-    auto const extent = [&](auto side) {
-      return int(cute::ceil_div(cute::ceil_div(cute::get<side>(problem), cute::get<side>(tile)),
-                                cute::get<side>(cluster)));
-    };
-    int const rows = extent(cute::Int<0>{}), columns = extent(cute::Int<1>{});
-    using Options = Base::RasterOrderOptions;
-    bool const along_n =
-        arguments.raster_order == Options::Heuristic ? columns <= rows : arguments.raster_order == Options::AlongN;
-    int const across = along_n ? rows : columns, along = along_n ? columns : rows;
-    int const width = std::max(1, std::min(arguments.max_swizzle_size, across));
-
-    Params params;
-    Order& order = params.order;
-    order.strip = cutlass::FastDivmod(std::max(1, width * along));
-    order.width = cutlass::FastDivmod(width);
-    order.last = cutlass::FastDivmod(std::max(1, across % width));
-    order.whole_strips = across / width;
-    order.clusters = rows * columns;
-    if constexpr (kBatched) {
-      order.gemm = cutlass::FastDivmod(std::max(1, order.clusters));
-      order.clusters *= int(cute::size(cute::get<3>(problem)));
-    }
-    order.active = std::min(order.clusters, std::max(1, int(hardware.max_active_clusters)));
-    order.along_n = along_n;
-    if (order.active <= std::min(arguments.groups.count, kMaxPlaces)) {
-      params.placed = true;
-      place(arguments.groups.of, order.active, params.places);
-    }
-    return params;
-  }
-
-  // One row of clusters: hardware numbers clusters along x.
-  template <class ClusterShape>
-  static dim3 grid(Params const& params, ClusterShape cluster) {
-    return {unsigned(params.order.active) * unsigned(cute::get<0>(cluster)), unsigned(cute::get<1>(cluster)), 1};
-  }
-
-  static bool can_implement(Arguments const&) { return true; }
+  using Params = OrderedParams<kBatched>;
 
   // `params` is the kernel's own argument: reading one place of it needs no copy of them all.
   CUTLASS_DEVICE explicit OrderedTileSchedulerOf(Params const& params)
@@ -157,19 +84,7 @@ class OrderedTileSchedulerOf : public cutlass::gemm::kernel::detail::PersistentT
     return {row * int(shape.x) + int(x), column * int(shape.y) + int(y), gemm, true};
   }
 
-  // `groups` says to which group each cluster belongs: number them group by group.
-  static void place(uint8_t const* groups, int count, uint8_t* places) {
-    int next = 0;
-    for (int group = 0, left = count; left > 0; ++group) {
-      for (int i = 0; i < count; ++i) {
-        if (groups[i] != group) continue;
-        places[i] = uint8_t(next++);
-        --left;
-      }
-    }
-  }
-
-  Order order_;
+  TileOrder<kBatched> order_;
   int next_;
 };
 

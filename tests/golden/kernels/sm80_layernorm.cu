@@ -138,12 +138,12 @@ struct Gemm {
   }
 
   static void assign(Operands& o, sm80::Workspace& workspace) {
-    o.rows = cutlass_ops::rows_of<Rows>(o.a, o.problem);
+    o.rows = cutlass_ops::rows_of<ElementA>(o.a, o.problem);
     o.rows.means = static_cast<float*>(workspace.take(cutlass_ops::means_bytes<WhichMeans>(o.problem)));
   }
 
   static cudaError_t begin(Operands const& o, cutlass_ops::Queue const& queue) {
-    return cutlass_ops::launch_means_ahead<MeansAhead>(
+    return cutlass_ops::launch_means_ahead(
         cutlass_ops::handle(&gemm_mean_of_a_column_sum_mean_square_of_a_maximum_ep_bf16row_bf16col_bf16row_sm80_128x64x32_64x32x32_16x8x16_s4_sm_80_e5cd8b6cd1a9_means), o.rows, queue, false);
   }
 

@@ -13,47 +13,60 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
+#include "cutlass_ops/sm90_launch.h"
+#if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/quantized.h"
+#endif
 
 CUTLASS_OPS_TYPE(cutlass::float_e4m3_t, 10)
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 
+#if defined(__CUDA_ARCH__)
 CUTLASS_OPS_WGMMA(cutlass::float_e4m3_t, cutlass::float_e4m3_t, "k32.f32.e4m3.e4m3", false)
+#endif
 
 namespace {
-
-namespace fusion = cutlass::epilogue::fusion;
-using cute::_0;
-using cute::_1;
 
 // ---- Operands: D (M, N) = epilogue(A (M, K) @ B (K, N)) ----
 
 using ElementA = cutlass::float_e4m3_t;
-using LayoutA = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorA = cutlass_ops::Major::kRow;
 constexpr int AlignmentA = 16;
 
 using ElementB = cutlass::float_e4m3_t;
-using LayoutB = cutlass::layout::ColumnMajor;
 constexpr cutlass_ops::Major MajorB = cutlass_ops::Major::kCol;
 constexpr int AlignmentB = 16;
 
 using ElementD = cutlass::float_e4m3_t;
-using LayoutD = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorD = cutlass_ops::Major::kRow;
 constexpr int AlignmentD = 16;
 
-using ElementAccumulator = float;
-using ElementCompute = float;
 using Element_up = cutlass::float_e4m3_t;
 using Element_scale = cutlass::bfloat16_t;
 using Element_by = cutlass::bfloat16_t;
 using Element_d_scale = float;
 
+
+// ---- What a launch gives the kernel ----
+
+using MainloopParams = cutlass_ops::MainloopParams<true, cutlass_ops::Nothing, cutlass_ops::Nothing>;
+using EpilogueParams = cutlass_ops::QuantizedByWarpsParams<cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
+    cutlass_ops::Nothing, cutlass_ops::Nothing, cutlass_ops::Vector<Element_scale>, cutlass_ops::Vector<Element_by>, cutlass_ops::Nothing>>>;
+using Scheduler = cutlass_ops::OrderedParams<false>;
+using Params = cutlass_ops::CooperativeParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
+
+#if defined(__CUDA_ARCH__)
 // ---- Configuration ----
 
+namespace fusion = cutlass::epilogue::fusion;
+using cute::_0;
+using cute::_1;
+using LayoutA = cutlass::layout::RowMajor;
+using LayoutB = cutlass::layout::ColumnMajor;
+using ElementAccumulator = float;
+using ElementCompute = float;
 using ThreadblockShape = cute::Shape<cute::_128, cute::Int<256>, cute::Int<128>>;
 using ClusterShape = cute::Shape<cute::_1, cute::_1, _1>;
 using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
@@ -102,11 +115,16 @@ using CollectiveMainloop = cutlass_ops::Mainloop<
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize == 213760, "the host's half says otherwise");
 static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+using Kernel = cutlass_ops::Sm90Kernel<GemmKernel, Params, 384>;
+#else
+using Kernel = cutlass_ops::Launched<Params, 384>;
+#endif
 
 }  // namespace
 
-CUTLASS_OPS_KERNEL(gemm_scale_silu_up_by_d_scale_e4m3row_e4m3col_e4m3row_sm90_128x256x128_1x1_coop_sm_90a_796bfbded9a8, cutlass_ops::Sm90Kernel<GemmKernel>)
+CUTLASS_OPS_KERNEL(gemm_scale_silu_up_by_d_scale_e4m3row_e4m3col_e4m3row_sm90_128x256x128_1x1_coop_sm_90a_796bfbded9a8, Kernel)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
@@ -114,7 +132,9 @@ CUTLASS_OPS_KERNEL(gemm_scale_silu_up_by_d_scale_e4m3row_e4m3col_e4m3row_sm90_12
 namespace {
 
 struct Gemm {
-  using GemmKernel = ::GemmKernel;
+  using Params = ::Params;
+  using Scheduler = ::Scheduler;
+  static constexpr cutlass_ops::Geometry kShape{128, 256, 128, 1, 1, 384, 4, 213760};
   static void const* kernel() { return cutlass_ops::handle(&gemm_scale_silu_up_by_d_scale_e4m3row_e4m3col_e4m3row_sm90_128x256x128_1x1_coop_sm_90a_796bfbded9a8); }
   static constexpr bool kOverlaps = true;
 
@@ -140,23 +160,33 @@ struct Gemm {
     return o;
   }
 
-  static typename GemmKernel::Arguments arguments(Operands const& o) {
-    typename EpilogueCallbacks::Arguments const epilogue{
+  static cutlass_ops::Extents<1> extents(cutlass_ops::Problem const& p) { return {p.m, 2 * p.n, p.k, 1}; }
+  static Scheduler scheduler(Operands const&) { return {}; }
+
+  static void fill(Params& params, Operands const& o) {
+    auto& mainloop = params.mainloop;
+    cutlass_ops::Side<ElementA, true> const side_a{128, 128, 1, 1};
+    mainloop.rows_a = o.problem.m;
+    mainloop.a = side_a.encoded(o.a, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.a));
+    cutlass_ops::Side<ElementB, true> const side_b{256, 128, 2, 1};
+    mainloop.rows_b = o.problem.n;
+    mainloop.b = side_b.encoded(o.b, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.b));
+    mainloop.second = side_b.encoded(o.up, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.up));
+    mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();
+    mainloop.inverse_k = 1.0f / float(o.problem.k);
+    auto& epilogue = params.epilogue;
+    epilogue.thread = {
         {},  // Accumulator
         {},  // Load_up
         {o.scale},  // Load_scale
         {o.by},  // Load_by
         {},  // Compute_d
     };
-    return {
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {o.problem.m, 2 * o.problem.n, o.problem.k, 1},
-        {o.a.ptr<ElementA>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.a),
-         o.b.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.b),
-         o.up.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.up)},
-        {{epilogue, nullptr, {},
-         o.d.ptr<ElementD>(), cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)}, o.d_scale},
-    };
+    epilogue.tma_store_d = cutlass_ops::tile_copy<ElementD, cutlass_ops::Major::kRow>(o.d, cutlass_ops::batching(o.problem, o.d), 32, 128);
+    epilogue.tma_transaction_bytes = 4096 * sizeof(ElementD);
+    epilogue.scales = o.d_scale;
+    epilogue.d = o.d.data;
+    epilogue.lines = o.d.ld * int64_t(sizeof(ElementD));
   }
 
   static constexpr bool kPrepares = false;

@@ -12,48 +12,62 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
+#include "cutlass_ops/sm90_launch.h"
+#include "cutlass_ops/sm90_grouped_launch.h"
+#if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/block_scales.h"
 #include "cutlass_ops/sm90_grouped.h"
 #include "cutlass_ops/ragged.h"
+#endif
 
 CUTLASS_OPS_TYPE(cutlass::float_e4m3_t, 10)
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 CUTLASS_OPS_TYPE(int32_t, 0)
 
+#if defined(__CUDA_ARCH__)
 CUTLASS_OPS_WGMMA(cutlass::float_e4m3_t, cutlass::float_e4m3_t, "k32.f32.e4m3.e4m3", false)
+#endif
 
 namespace {
-
-namespace fusion = cutlass::epilogue::fusion;
-using cute::_0;
-using cute::_1;
 
 // ---- Operands: D (M, N) = epilogue(A (M, K) @ B (K, N)), for each group of rows ----
 
 using ElementA = cutlass::float_e4m3_t;
-using LayoutA = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorA = cutlass_ops::Major::kRow;
 constexpr int AlignmentA = 16;
 
 using ElementB = cutlass::float_e4m3_t;
-using LayoutB = cutlass::layout::ColumnMajor;
 constexpr cutlass_ops::Major MajorB = cutlass_ops::Major::kCol;
 constexpr int AlignmentB = 16;
 
 using ElementD = cutlass::bfloat16_t;
-using LayoutD = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorD = cutlass_ops::Major::kRow;
 constexpr int AlignmentD = 8;
 
-using ElementAccumulator = float;
-using ElementCompute = float;
 using Element_scale_a = float;
 using Element_scale_b = float;
 
+
+// ---- What a launch gives the kernel ----
+
+using MainloopParams = cutlass_ops::WithGroups<cutlass_ops::MainloopParams<false, cutlass_ops::Nothing, cutlass_ops::BlockScalesParams<cutlass_ops::GroupedScales>>>;
+using EpilogueParams = cutlass_ops::WithGroups<cutlass_ops::Ragged<cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
+    cutlass_ops::Nothing, cutlass_ops::Nothing>>>>;
+using Scheduler = cutlass_ops::GroupedOrder<true>;
+using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<2>, MainloopParams, EpilogueParams, Scheduler>;
+
+#if defined(__CUDA_ARCH__)
 // ---- Configuration ----
 
+namespace fusion = cutlass::epilogue::fusion;
+using cute::_0;
+using cute::_1;
+using LayoutA = cutlass::layout::RowMajor;
+using LayoutB = cutlass::layout::ColumnMajor;
+using ElementAccumulator = float;
+using ElementCompute = float;
 using ThreadblockShape = cute::Shape<cute::_64, cute::Int<64>, cute::Int<128>>;
 using ClusterShape = cute::Shape<cute::_1, cute::_1, _1>;
 using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -100,11 +114,16 @@ using CollectiveMainloop = cutlass_ops::GroupedMainloop<MainloopOfRows, true>;
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, cute::Shape<int, int>>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize == 227328, "the host's half says otherwise");
 static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+using Kernel = cutlass_ops::Sm90Kernel<GemmKernel, Params, 384>;
+#else
+using Kernel = cutlass_ops::Launched<Params, 384>;
+#endif
 
 }  // namespace
 
-CUTLASS_OPS_KERNEL(gemm_grouped_e4m3rowblocks1x128_e4m3colblocks128x128_bf16row_sm90_64x64x128_1x1_pp_swap_promoted_sm_90a_a920fd67d089, cutlass_ops::Sm90Kernel<GemmKernel>)
+CUTLASS_OPS_KERNEL(gemm_grouped_e4m3rowblocks1x128_e4m3colblocks128x128_bf16row_sm90_64x64x128_1x1_pp_swap_promoted_sm_90a_a920fd67d089, Kernel)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
@@ -112,7 +131,9 @@ CUTLASS_OPS_KERNEL(gemm_grouped_e4m3rowblocks1x128_e4m3colblocks128x128_bf16row_
 namespace {
 
 struct Gemm {
-  using GemmKernel = ::GemmKernel;
+  using Params = ::Params;
+  using Scheduler = ::Scheduler;
+  static constexpr cutlass_ops::Geometry kShape{64, 64, 128, 1, 1, 384, 13, 227328};
   static void const* kernel() { return cutlass_ops::handle(&gemm_grouped_e4m3rowblocks1x128_e4m3colblocks128x128_bf16row_sm90_64x64x128_1x1_pp_swap_promoted_sm_90a_a920fd67d089); }
   static constexpr bool kOverlaps = true;
 
@@ -138,28 +159,34 @@ struct Gemm {
     return o;
   }
 
-  static typename GemmKernel::Arguments arguments(Operands const& o) {
-    typename EpilogueCallbacks::Arguments const epilogue{
+  static cutlass_ops::Extents<2> extents(cutlass_ops::Problem const& p) { return {p.n, p.m, p.k, p.inner, p.count / p.inner}; }
+  static Scheduler scheduler(Operands const& o) { return Scheduler(o.groups); }
+
+  static void fill(Params& params, Operands const& o) {
+    auto& mainloop = params.mainloop;
+    cutlass_ops::Side<ElementB, true> const side_a{64, 128, 1, 1};
+    mainloop.rows_a = o.problem.n;
+    mainloop.a = side_a.encoded(o.b, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.b));
+    cutlass_ops::Side<ElementA, true> const side_b{64, 128, 1, 1};
+    mainloop.rows_b = o.problem.m;
+    mainloop.b = side_b.encoded(o.a, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.a));
+    mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();
+    mainloop.inverse_k = 1.0f / float(o.problem.k);
+    mainloop.scales = {o.scale_b, o.scale_a};
+    mainloop.rows_b = INT32_MAX;  // boxes are whole
+    mainloop.groups = o.groups;
+    auto& epilogue = params.epilogue;
+    epilogue.thread = {
         {},  // Accumulator
         {},  // Compute_d
     };
-    return {
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {o.problem.n, o.problem.m, o.problem.k, cutlass_ops::batch_shape(o.problem)},
-        {{o.b.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.b),
-         o.a.ptr<ElementA>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.a),
-         nullptr, {}, {}, {o.scale_b, o.scale_a}}, o.groups},
-        {{epilogue, nullptr, {},
-         o.d.ptr<ElementD>(), cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)}, o.groups},
-    };
+    epilogue.tma_store_d = cutlass_ops::ragged_copy<ElementD, cutlass_ops::Major::kRow>(o.d, 64, 32);
+    epilogue.tma_transaction_bytes = 2048 * sizeof(ElementD);
+    epilogue.groups = o.groups;
   }
 
-  static constexpr bool kPrepares = true;
+  static constexpr bool kPrepares = false;
   static int64_t scratch_bytes(cutlass_ops::Problem) { return 0; }
-  static cudaError_t prepare(Operands& o, GemmKernel::Arguments& arguments, cutlass_ops::Preparing&) {
-    arguments.scheduler.groups = o.groups;
-    return cudaSuccess;
-  }
 };
 
 }  // namespace

@@ -13,45 +13,61 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
+#include "cutlass_ops/sm90_launch.h"
+#include "cutlass_ops/rows.h"
+#include "cutlass_ops/rows_beside.h"
+#if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/means_beside.h"
 #include "cutlass_ops/scalar_input.h"
+#endif
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 
+#if defined(__CUDA_ARCH__)
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
+#endif
 
 namespace {
-
-namespace fusion = cutlass::epilogue::fusion;
-using cute::_0;
-using cute::_1;
 
 // ---- Operands: D (M, N) = epilogue(A (M, K) @ B (K, N)) ----
 
 using ElementA = cutlass::bfloat16_t;
-using LayoutA = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorA = cutlass_ops::Major::kRow;
 constexpr int AlignmentA = 8;
 
 using ElementB = cutlass::bfloat16_t;
-using LayoutB = cutlass::layout::ColumnMajor;
 constexpr cutlass_ops::Major MajorB = cutlass_ops::Major::kCol;
 constexpr int AlignmentB = 8;
 
 using ElementD = cutlass::bfloat16_t;
-using LayoutD = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorD = cutlass_ops::Major::kRow;
 constexpr int AlignmentD = 8;
 
-using ElementAccumulator = float;
-using ElementCompute = float;
 using Element_eps = float;
 using Element_up = cutlass::bfloat16_t;
 
+using WhichMeans = cutlass_ops::WhichMeans<false, true>;
+
+// ---- What a launch gives the kernel ----
+
+using MainloopParams = cutlass_ops::MainloopParams<true, cutlass_ops::RowsToShare<ElementA>, cutlass_ops::Nothing>;
+using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
+    cutlass_ops::Nothing, cutlass_ops::Vector<cutlass_ops::Awaited>, cutlass_ops::Scalar<Element_eps>, cutlass_ops::Nothing, cutlass_ops::Nothing>>;
+using Scheduler = cutlass_ops::OrderedParams<false>;
+using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
+
+#if defined(__CUDA_ARCH__)
 // ---- Configuration ----
 
+namespace fusion = cutlass::epilogue::fusion;
+using cute::_0;
+using cute::_1;
+using LayoutA = cutlass::layout::RowMajor;
+using LayoutB = cutlass::layout::ColumnMajor;
+using ElementAccumulator = float;
+using ElementCompute = float;
 using ThreadblockShape = cute::Shape<cute::_128, cute::Int<128>, cute::Int<64>>;
 using ClusterShape = cute::Shape<cute::_1, cute::_1, _1>;
 using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -60,7 +76,6 @@ using TileScheduler = cutlass_ops::OrderedScheduler;
 constexpr int Stages = 6;
 
 // Means of A's rows, for the epilogue: taken by idle warps beside the main loop, each row once.
-using WhichMeans = cutlass_ops::WhichMeans<false, true>;
 using Rows = cutlass_ops::SharedRows<cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, AlignmentA>>;
 
 // Half of the tile is up's: D's tile is half as large.
@@ -111,11 +126,16 @@ using CollectiveMainloop = cutlass_ops::Mainloop<
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize == 206848, "the host's half says otherwise");
 static_assert(GemmKernel::SharedStorageSize <= 220160, "more shared memory than the target has");
+using Kernel = cutlass_ops::Sm90Kernel<GemmKernel, Params, 384>;
+#else
+using Kernel = cutlass_ops::Launched<Params, 384>;
+#endif
 
 }  // namespace
 
-CUTLASS_OPS_KERNEL(gemm_mean_square_of_a_eps_rsqrt_silu_up_bf16row_bf16col_bf16row_sm90_128x128x64_1x1_pp_swap_beside_sm_90a_f800ecc94404, cutlass_ops::Sm90Kernel<GemmKernel>)
+CUTLASS_OPS_KERNEL(gemm_mean_square_of_a_eps_rsqrt_silu_up_bf16row_bf16col_bf16row_sm90_128x128x64_1x1_pp_swap_beside_sm_90a_f800ecc94404, Kernel)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
@@ -123,7 +143,9 @@ CUTLASS_OPS_KERNEL(gemm_mean_square_of_a_eps_rsqrt_silu_up_bf16row_bf16col_bf16r
 namespace {
 
 struct Gemm {
-  using GemmKernel = ::GemmKernel;
+  using Params = ::Params;
+  using Scheduler = ::Scheduler;
+  static constexpr cutlass_ops::Geometry kShape{128, 128, 64, 1, 1, 384, 6, 206848};
   static void const* kernel() { return cutlass_ops::handle(&gemm_mean_square_of_a_eps_rsqrt_silu_up_bf16row_bf16col_bf16row_sm90_128x128x64_1x1_pp_swap_beside_sm_90a_f800ecc94404); }
   static constexpr bool kOverlaps = true;
 
@@ -132,7 +154,7 @@ struct Gemm {
     cutlass_ops::Matrix a, b, d;
     cutlass_ops::Scalar<Element_eps> eps;
     cutlass_ops::Matrix up;
-    Rows::Params rows;
+    cutlass_ops::RowsToShare<ElementA> rows;
   };
 
   static Operands read(cutlass_ops::Call& call) {
@@ -146,32 +168,39 @@ struct Gemm {
     return o;
   }
 
-  static typename GemmKernel::Arguments arguments(Operands const& o) {
-    typename EpilogueCallbacks::Arguments const epilogue{
+  static cutlass_ops::Extents<1> extents(cutlass_ops::Problem const& p) { return {2 * p.n, p.m, p.k, 1}; }
+  static Scheduler scheduler(Operands const&) { return {}; }
+
+  static void fill(Params& params, Operands const& o) {
+    auto& mainloop = params.mainloop;
+    cutlass_ops::Side<ElementB, true> const side_a{128, 64, 2, 1};
+    mainloop.rows_a = o.problem.n;
+    mainloop.a = side_a.encoded(o.b, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.b));
+    mainloop.second = side_a.encoded(o.up, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.up));
+    cutlass_ops::Side<ElementA, true> const side_b{128, 64, 1, 1};
+    mainloop.rows_b = o.problem.m;
+    mainloop.b = side_b.encoded(o.a, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.a));
+    mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();
+    mainloop.inverse_k = 1.0f / float(o.problem.k);
+    mainloop.rows = o.rows;
+    auto& epilogue = params.epilogue;
+    epilogue.thread = {
         {},  // Accumulator
         {cutlass_ops::awaited(o.rows, 0)},  // Load_mean_square_of_a
         o.eps,  // Load_eps
         {},  // Load_up
         {},  // Compute_d
     };
-    return {
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {2 * o.problem.n, o.problem.m, o.problem.k, 1},
-        {o.b.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.b),
-         o.a.ptr<ElementA>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.a),
-         o.up.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.up),
-         o.rows},
-        {epilogue, nullptr, {},
-         o.d.ptr<ElementD>(), cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)},
-    };
+    epilogue.tma_store_d = cutlass_ops::tile_copy<ElementD, cutlass_ops::Major::kRow>(o.d, cutlass_ops::batching(o.problem, o.d), 64, 32);
+    epilogue.tma_transaction_bytes = 2048 * sizeof(ElementD);
   }
 
   static constexpr bool kPrepares = true;
   static int64_t scratch_bytes(cutlass_ops::Problem) { return 0; }
-  static cudaError_t prepare(Operands& o, GemmKernel::Arguments const& arguments,
-                             cutlass_ops::Preparing& preparing) {
-    o.rows = {cutlass_ops::rows_of<Rows::Reader>(o.a, o.problem), {}};
-    return cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, preparing);
+  static cudaError_t prepare(Operands& o, cutlass_ops::Preparing& preparing) {
+    o.rows = {cutlass_ops::rows_of<ElementA>(o.a, o.problem), {}};
+    return cutlass_ops::share_rows<WhichMeans>(
+        o.rows, extents(o.problem), kShape, true, preparing);
   }
 };
 

@@ -11,44 +11,57 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
+#include "cutlass_ops/sm90_launch.h"
+#include "cutlass_ops/along_k.h"
+#if defined(__CUDA_ARCH__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/tf32.h"
-#include "cutlass_ops/along_k.h"
+#endif
 
 CUTLASS_OPS_TYPE(cutlass::tfloat32_t, 2)
 CUTLASS_OPS_TYPE(float, 2)
 
+#if defined(__CUDA_ARCH__)
 CUTLASS_OPS_WGMMA(cutlass::tfloat32_t, cutlass::tfloat32_t, "k8.f32.tf32.tf32", false)
+#endif
 
 namespace {
-
-namespace fusion = cutlass::epilogue::fusion;
-using cute::_0;
-using cute::_1;
 
 // ---- Operands: D (M, N) = epilogue(A (M, K) @ B (K, N)) ----
 
 using ElementA = cutlass::tfloat32_t;
-using LayoutA = cutlass::layout::ColumnMajor;
 constexpr cutlass_ops::Major MajorA = cutlass_ops::Major::kCol;
 constexpr int AlignmentA = 4;
 
 using ElementB = cutlass::tfloat32_t;
-using LayoutB = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorB = cutlass_ops::Major::kRow;
 constexpr int AlignmentB = 1;
 
 using ElementD = float;
-using LayoutD = cutlass::layout::RowMajor;
 constexpr cutlass_ops::Major MajorD = cutlass_ops::Major::kRow;
 constexpr int AlignmentD = 4;
 
-using ElementAccumulator = float;
-using ElementCompute = float;
 using Element_bias = float;
 
+
+// ---- What a launch gives the kernel ----
+
+using MainloopParams = cutlass_ops::MainloopParams<false, cutlass_ops::Nothing, cutlass_ops::Nothing>;
+using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
+    cutlass_ops::Nothing, cutlass_ops::Vector<Element_bias>, cutlass_ops::Nothing>>;
+using Scheduler = cutlass_ops::OrderedParams<false>;
+using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
+
+#if defined(__CUDA_ARCH__)
 // ---- Configuration ----
 
+namespace fusion = cutlass::epilogue::fusion;
+using cute::_0;
+using cute::_1;
+using LayoutA = cutlass::layout::ColumnMajor;
+using LayoutB = cutlass::layout::RowMajor;
+using ElementAccumulator = float;
+using ElementCompute = float;
 using ThreadblockShape = cute::Shape<cute::_128, cute::Int<128>, cute::Int<32>>;
 using ClusterShape = cute::Shape<cute::_1, cute::_1, _1>;
 using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -95,11 +108,16 @@ using CollectiveMainloop = cutlass_ops::Mainloop<
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize == 215040, "the host's half says otherwise");
 static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+using Kernel = cutlass_ops::Sm90Kernel<GemmKernel, Params, 384>;
+#else
+using Kernel = cutlass_ops::Launched<Params, 384>;
+#endif
 
 }  // namespace
 
-CUTLASS_OPS_KERNEL(gemm_bias_relu_tf32col_tf32rowalign1_f32row_sm90_128x128x32_1x1_pp_swap_realign_sm_90a_d7847da24eb1, cutlass_ops::Sm90Kernel<GemmKernel>)
+CUTLASS_OPS_KERNEL(gemm_bias_relu_tf32col_tf32rowalign1_f32row_sm90_128x128x32_1x1_pp_swap_realign_sm_90a_d7847da24eb1, Kernel)
 CUTLASS_OPS_KERNEL(gemm_bias_relu_tf32col_tf32rowalign1_f32row_sm90_128x128x32_1x1_pp_swap_realign_sm_90a_d7847da24eb1_copies, cutlass_ops::AlongK<sizeof(ElementA)>)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
@@ -108,7 +126,9 @@ CUTLASS_OPS_KERNEL(gemm_bias_relu_tf32col_tf32rowalign1_f32row_sm90_128x128x32_1
 namespace {
 
 struct Gemm {
-  using GemmKernel = ::GemmKernel;
+  using Params = ::Params;
+  using Scheduler = ::Scheduler;
+  static constexpr cutlass_ops::Geometry kShape{128, 128, 32, 1, 1, 384, 6, 215040};
   static void const* kernel() { return cutlass_ops::handle(&gemm_bias_relu_tf32col_tf32rowalign1_f32row_sm90_128x128x32_1x1_pp_swap_realign_sm_90a_d7847da24eb1); }
   static constexpr bool kOverlaps = true;
 
@@ -128,26 +148,32 @@ struct Gemm {
     return o;
   }
 
-  static typename GemmKernel::Arguments arguments(Operands const& o) {
-    typename EpilogueCallbacks::Arguments const epilogue{
+  static cutlass_ops::Extents<1> extents(cutlass_ops::Problem const& p) { return {p.n, p.m, p.k, 1}; }
+  static Scheduler scheduler(Operands const&) { return {}; }
+
+  static void fill(Params& params, Operands const& o) {
+    auto& mainloop = params.mainloop;
+    cutlass_ops::Side<ElementB, true> const side_a{128, 32, 1, 1};
+    mainloop.rows_a = o.problem.n;
+    mainloop.a = side_a.encoded(o.b, mainloop.rows_a, o.problem.k, cutlass_ops::batching(o.problem, o.b));
+    cutlass_ops::Side<ElementA, true> const side_b{128, 32, 1, 1};
+    mainloop.rows_b = o.problem.m;
+    mainloop.b = side_b.encoded(o.a, mainloop.rows_b, o.problem.k, cutlass_ops::batching(o.problem, o.a));
+    mainloop.tma_transaction_bytes = side_a.stage_bytes() + side_b.stage_bytes();
+    mainloop.inverse_k = 1.0f / float(o.problem.k);
+    auto& epilogue = params.epilogue;
+    epilogue.thread = {
         {},  // Accumulator
         {o.bias},  // Load_bias
         {},  // Compute_d
     };
-    return {
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {o.problem.n, o.problem.m, o.problem.k, 1},
-        {o.b.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::StrideA>(o.b),
-         o.a.ptr<ElementA>(), cutlass_ops::stride<typename GemmKernel::StrideB>(o.a)},
-        {epilogue, nullptr, {},
-         o.d.ptr<ElementD>(), cutlass_ops::stride<typename GemmKernel::StrideD>(o.d)},
-    };
+    epilogue.tma_store_d = cutlass_ops::tile_copy<ElementD, cutlass_ops::Major::kRow>(o.d, cutlass_ops::batching(o.problem, o.d), 64, 32);
+    epilogue.tma_transaction_bytes = 2048 * sizeof(ElementD);
   }
 
   static constexpr bool kPrepares = true;
   static int64_t scratch_bytes(cutlass_ops::Problem problem) { return cutlass_ops::along_k_bytes<sizeof(ElementA)>(problem.m, problem.k) + cutlass_ops::along_k_bytes<sizeof(ElementB)>(problem.n, problem.k); }
-  static cudaError_t prepare(Operands& o, GemmKernel::Arguments const&,
-                             cutlass_ops::Preparing& preparing) {
+  static cudaError_t prepare(Operands& o, cutlass_ops::Preparing& preparing) {
     // wgmma cannot read a and b: from here on, copies are meant.
     cutlass_ops::CopiedAlongK<sizeof(ElementA)> copies;
     copies.add<MajorA, cutlass_ops::Major::kRow>(o.a, preparing);
