@@ -34,7 +34,6 @@ from cutlass_ops.nn.reading import (
     readable,
 )
 from cutlass_ops.run import casting
-from cutlass_ops.run.packed import Packed
 
 
 class Patched(NamedTuple):
@@ -407,15 +406,15 @@ class _Copy:
         self._dtype: torch.dtype | None = None  # of x, once a call has said it
         self._folded.fold(lambda: quantized.pack(layer, of), lambda: quantized.sources(layer, of))
 
-    def of(self, layer: Any, dtype: torch.dtype) -> Packed | None:
+    def of(self, layer: Any, dtype: torch.dtype) -> quantized.Weight | None:
         """Return it for a type of x; None if its tensors were made in inference mode, which counts no changes."""
         found = self._folded.current(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
-        if found is not None and found.dtype is not dtype and not torch.compiler.is_compiling():
+        if found is not None and found.packed.dtype is not dtype and not torch.compiler.is_compiling():
             self._dtype = dtype
             found = self._folded.fold(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
-        return found if found is None or found.dtype is dtype else None
+        return found if found is None or found.packed.dtype is dtype else None
 
-    def _made(self, layer: Any) -> Packed:
+    def _made(self, layer: Any) -> quantized.Weight:
         return quantized.pack(layer, self._format, self._dtype)
 
 
@@ -444,7 +443,7 @@ class _Quantized(_Fused):
         return multiplied(ops, x, packed[0], self.bias)
 
 
-def _packed_for(x: Tensor, *layers: tuple[Any, _Copy]) -> tuple[Packed, ...] | None:
+def _packed_for(x: Tensor, *layers: tuple[Any, _Copy]) -> tuple[quantized.Weight, ...] | None:
     """Return the packed weights of layers for x; None if the layers must compute as before."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.float16, torch.bfloat16) or is_foreign(x):
         return None
