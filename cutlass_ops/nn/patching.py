@@ -195,6 +195,8 @@ def _state(module: Any) -> tuple[str, str]:
     rule = _rule_of(module)
     if rule is not None:
         return "", _forward_refuses(module) or rule._refuses(module) or "not patched yet"
+    if "qweight" in module._buffers:
+        return "", "its weight is quantised, in an order that patch does not know: load the model with another backend"
     if any(True for _ in module.parameters(recurse=False)):
         name = type(module).__name__
         return "", "no GEMM" if "Norm" in name or "Embedding" in name else "a class that patch does not know"
@@ -602,9 +604,14 @@ def _is_plain(module: Any, kind: str) -> bool:
 
 
 def _dtype_refuses(module: Any) -> str:
-    weight = module.weight
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
-        return "its weight is no tensor"
+        packed = isinstance(getattr(module, "weight_packed", None), Tensor)
+        return (
+            "its weight is quantised: replace it by co.nn.PackedLinear.of(layer)"
+            if packed
+            else "its weight is no tensor"
+        )
     if type(weight) not in (Tensor, nn.Parameter):
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype in (torch.float16, torch.bfloat16):

@@ -251,9 +251,25 @@ def test_what_cannot_be_packed_is_said(form: str, change: Any, said: str) -> Non
         co.nn.PackedLinear.of(model[0])  # type: ignore[index]
 
 
+def test_a_linear_layer_that_was_compressed_is_replaced() -> None:
+    """As compressed-tensors leaves it, without a weight."""
+    layer, stored = nn.Linear(64, 48), LAYERS["compressed-tensors"](48, 64, 0, None, torch.float16)
+    del layer.weight
+    for name, parameter in stored.named_parameters():
+        layer.register_parameter(name, parameter)
+    layer.quantization_scheme = stored.quantization_scheme
+    assert "co.nn.PackedLinear.of" in co.patch(nn.Sequential(layer), dry_run=True).kept["0"]
+    assert not co.patch(co.patch(nn.Sequential(layer), verbose=False), dry_run=True).fused
+    x = torch.randn(5, 64).half()
+    wanted = x.double() @ stored.exact().t() + layer.bias.double()
+    assert (co.nn.PackedLinear.of(layer)(x).double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
 @pytest.mark.parametrize("home", ["auto_gptq.nn_modules.qlinear.qlinear_marlin", "somewhere.else"])
 def test_other_classes_of_a_name_are_not_taken(home: str) -> None:
     layer = _named(_AutoGptq, "QuantLinear", home)(48, 64, 0, None, torch.float16)
-    assert not co.patch(nn.Sequential(layer), verbose=False, dry_run=True).fused
+    found = co.patch(nn.Sequential(layer), dry_run=True)
+    assert not found.fused
+    assert "in an order that patch does not know" in found.kept["0"]
     with pytest.raises(TypeError, match=r"does not know how it holds its weight"):
         co.nn.PackedLinear.of(layer)
