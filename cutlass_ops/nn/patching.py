@@ -606,12 +606,9 @@ def _is_plain(module: Any, kind: str) -> bool:
 def _dtype_refuses(module: Any) -> str:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
-        packed = isinstance(getattr(module, "weight_packed", None), Tensor)
-        return (
-            "its weight is quantised: replace it by co.nn.PackedLinear.of(layer)"
-            if packed
-            else "its weight is no tensor"
-        )
+        if isinstance(getattr(module, "weight_packed", None), Tensor):
+            return "its weight is quantised: replace it by co.nn.PackedLinear.of(layer)"
+        return "its weight is no tensor"
     if type(weight) not in (Tensor, nn.Parameter):
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype in (torch.float16, torch.bfloat16):

@@ -152,14 +152,9 @@ def refuses(layer: Any, of: Format) -> str:
 
 def pack_any(layer: Any, dtype: torch.dtype | None = None) -> Weight:
     """Return the weight of a layer of any known class, packed. Raises TypeError or ValueError if there is none."""
-    of = format_of(type(layer))
     # compressed-tensors also keeps a linear layer's class, and replaces its weight.
-    if (
-        of is None
-        and isinstance(getattr(layer, "weight_packed", None), Tensor)
-        and hasattr(layer, "quantization_scheme")
-    ):
-        of = COMPRESSED
+    is_compressed = isinstance(getattr(layer, "weight_packed", None), Tensor) and hasattr(layer, "quantization_scheme")
+    of = COMPRESSED if is_compressed else format_of(type(layer))
     if of is None:
         raise TypeError(
             f"layer is a {type(layer).__module__}.{type(layer).__name__}, of which this library does not know how it "
