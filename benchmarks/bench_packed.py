@@ -4,9 +4,10 @@
     python benchmarks/bench_packed.py --rows 1 16 --weights 8192x8192 --numbers uint4 --group 32 --out /tmp/few.json
     python benchmarks/bench_packed.py --sweep --rows 1 8 16 64 256 4096 --out /tmp/sweep.json   # races of kernels
 
-Operands are BF16. The epilogue is none ("plain") or bias + SiLU ("silu"). Peers: ``ours_bf16``, this library's GEMM of
-the dequantised weight, with the same epilogue; ``cublas``, torch.mm of it, without; ``int4pack``,
-torch._weight_int4pack_mm, without, up to 64 rows; ``humming``, a HummingLayer, without. Humming is not a part of this
+Operands are BF16. The epilogue is none ("plain"), bias + SiLU ("silu"), or SwiGLU of two packed weights ("swiglu"), to
+be compared with twice the plain time. Peers: ``ours_bf16``, this library's GEMM of the dequantised weights, with the
+same epilogue; without, for one weight: ``cublas``, torch.mm of it; ``int4pack``, torch._weight_int4pack_mm, up to 64
+rows; ``humming``, a HummingLayer. Humming is not a part of this
 repository: put it on PYTHONPATH. It compiles a layer in about ten seconds.
 
 Each row: {"epilogue", "m", "n", "k", "ours_us", "tb_per_s", "tflops", "peers": {name: us}, "over": {name: their time
@@ -55,7 +56,7 @@ def silu(acc: co.types.Value, bias: co.Row) -> co.types.Value:
     return co.e.silu(acc + bias)
 
 
-EPILOGUES = {"plain": None, "silu": silu}
+EPILOGUES = {"plain": None, "silu": silu, "swiglu": None}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Inputs:
 
     x: Tensor
     packed: co.Packed
+    up: co.Packed | None  # of a gate, whose other weight is `packed`
     bias: Tensor
     out: Tensor
 
@@ -73,26 +75,32 @@ class Inputs:
         return {"bias": self.bias}
 
 
-def draw(m: int, n: int, k: int, numbers: str, group: int | None, device: str = "cuda") -> Inputs:
+def draw(
+    m: int, n: int, k: int, numbers: str, group: int | None, epilogue: str = "plain", device: str = "cuda"
+) -> Inputs:
     """Draw one set of inputs."""
-    x = torch.randn(m, k, device=device).bfloat16()
-    w = (torch.randn(k, n, device=device) * k**-0.5).bfloat16()
-    packed = co.Packed.from_dense(w, group=group, symmetric=numbers == "int4")
-    return Inputs(
-        x, packed, torch.randn(n, device=device).bfloat16(), torch.empty(m, n, device=device, dtype=torch.bfloat16)
-    )
+
+    def weight() -> co.Packed:
+        w = (torch.randn(k, n, device=device) * k**-0.5).bfloat16()
+        return co.Packed.from_dense(w, group=group, symmetric=numbers == "int4")
+
+    x, bias = torch.randn(m, k, device=device).bfloat16(), torch.randn(n, device=device).bfloat16()
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    return Inputs(x, weight(), weight() if epilogue == "swiglu" else None, bias, out)
 
 
 def call(x: Inputs, epilogue: str) -> Tensor:
     """Call our kernel."""
+    if x.up is not None:
+        return co.gemm_swiglu(x.x, x.packed, x.up, out=x.out)
     if epilogue == "plain":
         return co.gemm(x.x, x.packed, out=x.out)
     return co.gemm(x.x, x.packed, epilogue=EPILOGUES[epilogue], out=x.out, **x.given)
 
 
 def requested(x: Inputs, epilogue: str) -> requests.Request:
-    """Return the op that a user's call is, and its arguments."""
-    if epilogue == "plain":
+    """Return the op that a user's call is, and its arguments; of a gate, a plain one of the same extents."""
+    if epilogue != "silu":
         return requests.requested(co.gemm, x.x, x.packed)
     return requests.requested(co.gemm, x.x, x.packed, epilogue=EPILOGUES[epilogue], **x.given)
 
@@ -121,8 +129,10 @@ def peers(sets: list[Inputs], epilogue: str, group: int | None) -> Mapping[str, 
 
     def bf16() -> Callable[[int], object]:
         weights = [sets[i % len(sets)].packed.dequantize().t().contiguous().t() for i in range(count)]
-        given = {} if epilogue == "plain" else {"epilogue": EPILOGUES[epilogue], **sets[0].given}
+        given = {"epilogue": EPILOGUES[epilogue], **sets[0].given} if epilogue == "silu" else {}
         x, out = sets[0].x, torch.empty_like(sets[0].out)
+        if epilogue == "swiglu":
+            return lambda index: co.gemm_swiglu(x, weights[index % count], weights[(index + 1) % count], out=out)
         return lambda index: co.gemm(x, weights[index % count], out=out, **given)
 
     def cublas() -> Callable[[int], object]:
@@ -155,14 +165,17 @@ def run_case(
     epilogue: str, m: int, n: int, k: int, numbers: str, group: int | None, names: list[str]
 ) -> dict[str, Any]:
     """Check and time one case. Raises AssertionError if our result is wrong."""
-    problem, of_b = Problem(m, n, k), 0.5 + (2 if numbers == "int4" else 4) / (group or k)
-    size = problem.bytes(2, of_b, 2)
-    sets = [draw(m, n, k, numbers, group) for _ in range(rotation(size))]
+    gates, of_b = 2 if epilogue == "swiglu" else 1, 0.5 + (2 if numbers == "int4" else 4) / (group or k)
+    problem = Problem(m, n, k)
+    size = problem.bytes(2, gates * of_b, 2)
+    sets = [draw(m, n, k, numbers, group, epilogue) for _ in range(rotation(size))]
     first = sets[0]
     rows = torch.randint(m, (min(m, _SAMPLED),), device="cuda")
     wanted = first.x[rows].double() @ first.packed.dequantize(torch.float64)
     if epilogue == "silu":
         wanted = torch.nn.functional.silu(wanted + first.bias.double())
+    if first.up is not None:
+        wanted = torch.nn.functional.silu(wanted) * (first.x[rows].double() @ first.up.dequantize(torch.float64))
     first.out.fill_(float("nan"))
     call(first, epilogue)
     error = float((first.out[rows].double() - wanted).norm() / wanted.norm())
@@ -189,7 +202,7 @@ def run_case(
         "k": k,
         "ours_us": round(us, 3),
         "tb_per_s": round(size / us / 1e6, 3),
-        "tflops": round(2 * m * n * k / us / 1e6, 1),
+        "tflops": round(2 * gates * m * n * k / us / 1e6, 1),
         "peers": {name: round(1e3 * each.median, 3) for name, each in times.items()},
         "over": {name: harness.ratios(mine, each)["median"] for name, each in times.items()},
         "error": round(error, 6),

@@ -14,7 +14,6 @@ from cutlass_ops.nn.linear import Activated
 from cutlass_ops.nn.reading import rows
 from cutlass_ops.run.gemm import flattened
 from cutlass_ops.run.packed import Packed
-from cutlass_ops.run.values import OwnWeight
 
 
 class PackedLinear(Activated, torch.nn.Module):
@@ -35,6 +34,9 @@ class PackedLinear(Activated, torch.nn.Module):
     epilogue : Epilogue, optional
         In place of an activation: D = epilogue(x @ weight + bias) + residual. Its inputs are passed to the call by
         name. It has D as its only output.
+    order : Tensor, optional
+        (K,), INT64: in which order the weight takes x's columns, which each call then copies. :meth:`of` has one for
+        weights of GPTQ with activation order (``desc_act``).
 
     Attributes
     ----------
@@ -42,6 +44,8 @@ class PackedLinear(Activated, torch.nn.Module):
         The weight.
     bias : Tensor or None
         (N,).
+    order : Tensor or None
+        (K,).
     activation : str or None
         Read-only.
 
@@ -62,6 +66,7 @@ class PackedLinear(Activated, torch.nn.Module):
     values: Tensor
     scale: Tensor
     bias: Tensor | None
+    order: Tensor | None
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class PackedLinear(Activated, torch.nn.Module):
         *,
         activation: str | None = None,
         epilogue: Epilogue | None = None,
+        order: Tensor | None = None,
     ) -> None:
         if not isinstance(packed, Packed):
             raise TypeError(f"packed must be a cutlass_ops.Packed, not {type(packed).__name__}")
@@ -83,6 +89,7 @@ class PackedLinear(Activated, torch.nn.Module):
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
+        self.register_buffer("order", order)
 
     @classmethod
     def of(
@@ -115,7 +122,9 @@ class PackedLinear(Activated, torch.nn.Module):
         layer is a torch.nn.modules.linear.Linear
         """
         bias: Any = getattr(layer, "bias", None)
-        return cls(quantized.pack_any(layer, dtype), bias, activation=activation)
+        packed, order = quantized.pack_any(layer, dtype)
+        assert isinstance(packed, Packed)
+        return cls(packed, bias, activation=activation, order=order)
 
     @property
     def packed(self) -> Packed:
@@ -149,7 +158,8 @@ class PackedLinear(Activated, torch.nn.Module):
         if wrong:
             what = "is missing" if wrong[0] in names else "is no input"
             raise TypeError(f"{wrong[0]} {what}: this layer takes {', '.join(names) or 'nothing'} by name")
-        return multiplied(self._ops, x, self.packed, self.bias, residual, [inputs[name] for name in names])
+        weight = quantized.Weight(self.packed, self.order)
+        return multiplied(self._ops, x, weight, self.bias, residual, [inputs[name] for name in names])
 
     def extra_repr(self) -> str:
         """Return the settings, for the layer's ``repr``."""
@@ -181,14 +191,14 @@ class PackedLinear(Activated, torch.nn.Module):
 def multiplied(
     ops: epilogues.LinearOps,
     x: Tensor,
-    weight: OwnWeight,
+    weight: quantized.Weight,
     bias: Tensor | None,
     residual: Tensor | None = None,
     inputs: Sequence[Any] = (),
 ) -> Tensor:
     """Compute a layer of a weight in a form of its own by its ops."""
     op, given = epilogues.chosen(ops, bias, residual, inputs)
-    own, tensors = flattened(op.epilogue, op.name, rows(x), weight, None)
+    own, tensors = flattened(op.epilogue, op.name, rows(weight.of(x)), weight.packed, None)
     found: Tensor = own(*tensors, *given, out_dtype=parallel.sum_dtype(x, residual))
     return found
 

@@ -36,9 +36,7 @@ from cutlass_ops.nn.reading import (
 from cutlass_ops.nn.sparse import SparseLinear
 from cutlass_ops.operand import sparsity
 from cutlass_ops.run import casting
-from cutlass_ops.run.packed import Packed
 from cutlass_ops.run.sparse import Sparse
-from cutlass_ops.run.values import OwnWeight
 
 
 class Patched(NamedTuple):
@@ -214,6 +212,8 @@ def _state(module: Any) -> tuple[str, str]:
     rule = _rule_of(module)
     if rule is not None:
         return "", _forward_refuses(module) or rule._refuses(module) or "not patched yet"
+    if "qweight" in module._buffers:
+        return "", "its weight is quantised, in an order that patch does not know: load the model with another backend"
     if any(True for _ in module.parameters(recurse=False)):
         name = type(module).__name__
         return "", "no GEMM" if "Norm" in name or "Embedding" in name else "a class that patch does not know"
@@ -423,15 +423,15 @@ class _Sparse(_Linear):
             return apply(ops, input, weight, self.bias, None)
         return multiplied(ops, input, sparse, self.bias)
 
-    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+    def _own_weight(self: Any, x: Tensor) -> quantized.Weight | None:
         weight: Tensor = self.weight
         if needs_pytorch(x, weight) or casting.any_autocast() or x.dtype is not weight.dtype:
             return None
         if weight.requires_grad and torch.is_grad_enabled():
             return None
         copy: Folded = self._fused_ops[1]
-        found: Sparse | None = copy.current(lambda: Sparse.from_dense(weight.t()), lambda: (weight,))
-        return found
+        sparse: Sparse | None = copy.current(lambda: Sparse.from_dense(weight.t()), lambda: (weight,))
+        return None if sparse is None else quantized.Weight(sparse)
 
 
 def _is_pruned(weight: Tensor) -> bool:
@@ -462,15 +462,15 @@ class _Copy:
         self._dtype: torch.dtype | None = None  # of x, once a call has said it
         self._folded.fold(lambda: quantized.pack(layer, of), lambda: quantized.sources(layer, of))
 
-    def of(self, layer: Any, dtype: torch.dtype) -> Packed | None:
+    def of(self, layer: Any, dtype: torch.dtype) -> quantized.Weight | None:
         """Return it for a type of x; None if its tensors were made in inference mode, which counts no changes."""
         found = self._folded.current(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
-        if found is not None and found.dtype is not dtype and not torch.compiler.is_compiling():
+        if found is not None and found.packed.dtype is not dtype and not torch.compiler.is_compiling():
             self._dtype = dtype
             found = self._folded.fold(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
-        return found if found is None or found.dtype is dtype else None
+        return found if found is None or found.packed.dtype is dtype else None
 
-    def _made(self, layer: Any) -> Packed:
+    def _made(self, layer: Any) -> quantized.Weight:
         return quantized.pack(layer, self._format, self._dtype)
 
 
@@ -495,7 +495,7 @@ class _Quantized(_Fused):
         packed = self._own_weight(x)
         return _as_before(self, x) if packed is None else multiplied(self._fused_ops[0], x, packed, self.bias)
 
-    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+    def _own_weight(self: Any, x: Tensor) -> quantized.Weight | None:
         """Return the packed weight for x; None if the layer must compute as before."""
         if not isinstance(x, Tensor) or x.dtype not in (torch.float16, torch.bfloat16) or is_foreign(x):
             return None
@@ -653,8 +653,10 @@ def _is_plain(module: Any, kind: str) -> bool:
 
 
 def _dtype_refuses(module: Any) -> str:
-    weight = module.weight
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
+        if isinstance(getattr(module, "weight_packed", None), Tensor):
+            return "its weight is quantised: replace it by co.nn.PackedLinear.of(layer)"
         return "its weight is no tensor"
     if type(weight) not in (Tensor, nn.Parameter):
         return f"its weight is a {type(weight).__name__}"

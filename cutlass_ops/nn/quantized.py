@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cutlass_ops.operand.call import device_of
 from cutlass_ops.run.packed import Packed
+from cutlass_ops.run.sparse import Sparse
 
 
 class Format(NamedTuple):
@@ -27,13 +28,50 @@ class Format(NamedTuple):
     tensors: tuple[str, ...]
     needed: int
     bits: Callable[[Any], object]
-    pack: Callable[[Any, list[Any], torch.dtype | None], Packed]
+    pack: Callable[[Any, list[Any], torch.dtype | None], Weight]
 
 
-def _of_gptq(layer: Any, tensors: list[Any], dtype: torch.dtype | None) -> Packed:
+class Weight(NamedTuple):
+    """A layer's weight, packed or sparse, and the order in which it takes x's columns: None for their own."""
+
+    packed: Packed | Sparse
+    order: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return x with its columns in the weight's order."""
+        return x if self.order is None else x.index_select(-1, self.order)
+
+
+def _of_gptq(layer: Any, tensors: list[Any], dtype: torch.dtype | None) -> Weight:
+    qweight, scales, qzeros, g_idx = tensors
     # GPTQModel changes zero points in place for kernels that want them so, and then says so.
     version = layer.qzero_format() if hasattr(layer, "qzero_format") else 1
-    return Packed.from_gptq(*tensors, version=version, dtype=dtype)
+    order = _order(g_idx)
+    if order is not None:
+        qweight, g_idx = _sorted(qweight.t(), order).t(), g_idx[order]
+    return Weight(Packed.from_gptq(qweight, scales, qzeros, g_idx, version=version, dtype=dtype), order)
+
+
+def _of_compressed(_: Any, tensors: list[Any], dtype: torch.dtype | None) -> Weight:
+    weight, scale, zero, g_idx = tensors
+    order = _order(g_idx)
+    if order is not None:
+        weight, g_idx = _sorted(weight, order), g_idx[order]
+    return Weight(Packed.from_compressed_tensors(weight, scale, zero, g_idx, dtype=dtype), order)
+
+
+def _order(g_idx: Tensor | None) -> Tensor | None:
+    """Return the order of K in which groups are neighbours: of activation order (``desc_act``). None if they are."""
+    if g_idx is None or bool((g_idx[1:] >= g_idx[:-1]).all()):
+        return None
+    return g_idx.argsort(stable=True)
+
+
+def _sorted(words: Tensor, order: Tensor) -> Tensor:
+    """Return numbers (N, K), eight in each INT32 (N, K / 8), in another order of K."""
+    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+    codes = (words[..., None] >> shifts & 15).flatten(1)[:, order]
+    return (codes.view(len(codes), -1, 8) << shifts).sum(-1, dtype=torch.int32)
 
 
 GPTQ = Format(("qweight", "scales", "qzeros", "g_idx"), 3, lambda layer: layer.bits, _of_gptq)
@@ -41,13 +79,13 @@ AWQ = Format(
     ("qweight", "scales", "qzeros"),
     3,
     lambda layer: getattr(layer, "w_bit", None) or layer.bits,
-    lambda _, tensors, dtype: Packed.from_awq(*tensors, dtype=dtype),
+    lambda _, tensors, dtype: Weight(Packed.from_awq(*tensors, dtype=dtype)),
 )
 COMPRESSED = Format(
     ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
     2,
     lambda layer: layer.quantization_scheme.weights.num_bits,
-    lambda _, tensors, dtype: Packed.from_compressed_tensors(*tensors, dtype=dtype),
+    _of_compressed,
 )
 # By a class's name: where its module's name begins, and the format.
 KNOWN = {
@@ -79,7 +117,7 @@ def sources(layer: Any, of: Format) -> tuple[Tensor, ...]:
     return tuple(x for x in found if isinstance(x, Tensor))
 
 
-def pack(layer: Any, of: Format, dtype: torch.dtype | None = None) -> Packed:
+def pack(layer: Any, of: Format, dtype: torch.dtype | None = None) -> Weight:
     """Return a layer's weight, packed for a's type, by default that of its scales.
 
     Raises TypeError or ValueError if its tensors are not what the format has, or its numbers have no 4 bits.
@@ -98,8 +136,9 @@ def pack(layer: Any, of: Format, dtype: torch.dtype | None = None) -> Packed:
         dtype = torch.bfloat16
     found = of.pack(layer, tensors, dtype)
     wanted = layer.in_features if hasattr(layer, "in_features") else layer.infeatures
-    if found.shape[0] != wanted:
-        raise ValueError(f"its weight has K={found.shape[0]}, and it takes {wanted}: its weight is in another order")
+    k = found.packed.shape[0]
+    if k != wanted:
+        raise ValueError(f"its weight has K={k}, and it takes {wanted}: its weight is in another order")
     return found
 
 
@@ -112,9 +151,11 @@ def refuses(layer: Any, of: Format) -> str:
     return ""
 
 
-def pack_any(layer: Any, dtype: torch.dtype | None = None) -> Packed:
+def pack_any(layer: Any, dtype: torch.dtype | None = None) -> Weight:
     """Return the weight of a layer of any known class, packed. Raises TypeError or ValueError if there is none."""
-    of = format_of(type(layer))
+    # compressed-tensors also keeps a linear layer's class, and replaces its weight.
+    is_compressed = isinstance(getattr(layer, "weight_packed", None), Tensor) and hasattr(layer, "quantization_scheme")
+    of = COMPRESSED if is_compressed else format_of(type(layer))
     if of is None:
         raise TypeError(
             f"layer is a {type(layer).__module__}.{type(layer).__name__}, of which this library does not know how it "

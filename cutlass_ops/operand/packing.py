@@ -89,8 +89,8 @@ def dequantized(values: Tensor, scale: Tensor, element: DType, dtype: torch.dtyp
     numbers = _of_bytes(element, dtype, values.device)[values.reshape(-1).int()]
     found = numbers.view(n // LINE, -1, 8, 4, 4, 2, 2, 2).permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(n, groups, -1)
     if zero is not None:
-        found = found - zero.to(dtype)[..., None]
-    return (found * of.to(dtype)[..., None]).flatten(1)
+        found.sub_(zero.to(dtype)[..., None])
+    return found.mul_(of.to(dtype)[..., None]).flatten(1)
 
 
 def _of_bytes(element: DType, dtype: torch.dtype, device: torch.device) -> Tensor:

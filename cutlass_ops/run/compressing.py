@@ -24,7 +24,8 @@ def compress(w: Tensor, values: Tensor, meta: Tensor, *, prune: bool) -> None:
     """Write a weight (N, K) into stored elements (N, K / 2), at the places that metadata name; or prune it anew."""
     for name, each in (("w", w), ("values", values), ("meta", meta)):
         require_memory(name, each)
-    increment_version((values, meta) if prune else values)
+    # Autograd is to notice. Inference tensors count no changes.
+    increment_version([x for x in ((values, meta) if prune else (values,)) if not x.is_inference()])
     if w.device.type == "cuda":
         spec = _spec(dtypes.dtype(str(w.dtype), dtypes.DECLARED), prune, device_of(w.device).capability)
         if Registry.current().has(spec) or not _is_pytorch_s(spec, w.device):

@@ -19,7 +19,7 @@ from cutlass_ops.run import norms, scaled, traced, weights
 from cutlass_ops.run.gemm import gemm
 from cutlass_ops.run.ops import Instead, Op, graph_op
 from cutlass_ops.run.requests import prepared_by
-from cutlass_ops.run.values import OperandA, OperandB, OwnWeight, PreparedWeight, parts
+from cutlass_ops.run.values import OperandA, OperandB, PreparedWeight, parts
 
 
 def _prepare_swiglu(
@@ -34,11 +34,6 @@ def _prepare_swiglu(
     out: Any,
     out_dtype: torch.dtype | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    for name, b in (("b_gate", b_gate), ("b_up", b_up)):
-        if is_in_own_form(b):
-            raise TypeError(
-                f"{name} is a {type(b).__name__}, so each weight has a GEMM of its own: ask for each of them"
-            )
     normed = eps is not None or rstd is not None
     folded = any(isinstance(b, PreparedWeight) and b.folded for b in (b_gate, b_up))
     if not normed and (gamma is not None or folded):
@@ -173,11 +168,11 @@ def gemm_swiglu(
     >>> co.gemm_swiglu(a, co.prepare(b_gate, gamma), co.prepare(b_up, gamma), eps=1e-6).shape
     torch.Size([1, 4])
     """
-    if is_in_own_form(b_gate) or is_in_own_form(b_up):
+    if weights.is_in_own_form(b_gate) or weights.is_in_own_form(b_up):
         others = {"gamma": gamma, "eps": eps, "rstd": rstd, "scale_out": scale_out, "amax": amax or None}
         taken = next((name for name, value in others.items() if value is not None), None)
         if taken is not None:
-            which = b_gate if is_in_own_form(b_gate) else b_up
+            which = b_gate if weights.is_in_own_form(b_gate) else b_up
             raise TypeError(
                 f"{taken} is given, and a weight is a {type(which).__name__}, beside which it is not fused: leave "
                 f"{taken} out, and compute it before or after"
@@ -186,11 +181,6 @@ def gemm_swiglu(
         return gemm(a, b_up, epilogue=composed.swiglu_up, out=out, out_dtype=out_dtype, math=math, gate=gate)
     op, arguments = _prepare_swiglu(a, b_gate, b_up, gamma, eps, rstd, scale_out, amax, out, out_dtype)
     return op(*arguments, out=out, out_dtype=out_dtype, math=math)
-
-
-def is_in_own_form(b: object) -> bool:
-    """Whether a weight is in a form of its own, such as packed, whose kernels have one product."""
-    return isinstance(b, OwnWeight) and not isinstance(b, PreparedWeight)
 
 
 @traced.remembered

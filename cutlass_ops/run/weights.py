@@ -11,7 +11,7 @@ from cutlass_ops.base.dtypes import bf16, f16
 from cutlass_ops.operand import watching
 from cutlass_ops.operand.tensors import element_type, refuse_differentiated, require_tensor
 from cutlass_ops.run import casting, folding, fp8
-from cutlass_ops.run.values import PreparedWeight, Scaled
+from cutlass_ops.run.values import OwnWeight, PreparedWeight, Scaled
 
 # Types that kernels of wgmma read along K only. Of FP32 that is TF32.
 _READ_ALONG_K = (*fp8.DTYPES, torch.int8, torch.float32)
@@ -142,6 +142,11 @@ def _require_plain(**given: Tensor | None) -> None:
         raise ValueError(f"w has shape {tuple(w.shape)}: it must be (K, N){batches}")
 
 
+def is_in_own_form(b: object) -> bool:
+    """Whether a weight is packed or sparse, whose kernels have one product and no norm."""
+    return isinstance(b, OwnWeight) and not isinstance(b, PreparedWeight)
+
+
 def matrix_of(b: Tensor | Scaled | PreparedWeight, gamma: Tensor | None, name: str) -> tuple[Tensor, Any]:
     """Return b with gamma folded in, and its scale, if it has one.
 
@@ -154,6 +159,11 @@ def matrix_of(b: Tensor | Scaled | PreparedWeight, gamma: Tensor | None, name: s
             already = "already contains gamma: leave gamma out" if b.folded else "without gamma: pass gamma to prepare"
             raise TypeError(f"{name} is prepared {'and ' if b.folded else ''}{already}")
         return b.matrix, b.scale
+    if is_in_own_form(b):
+        raise TypeError(
+            f"{name} is a {type(b).__name__}, whose kernels have one product and no norm: compute a norm first, and "
+            "call gemm for each weight"
+        )
     w, scale = b if isinstance(b, Scaled) else (b, None)
     if gamma is None:
         return w, scale

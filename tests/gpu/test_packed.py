@@ -246,8 +246,8 @@ def test_gradients_pass_through_a(numbers: str, m: int) -> None:
         assert x.grad is not None
         assert bias.grad is not None
         wanted = g.double().unflatten(1, (-1, 2)).flip(2).flatten(1) @ w.t()
-        assert (x.grad.double() - wanted).norm() <= 0.01 * wanted.norm()
-        assert (bias.grad.double() - g.double().sum(0)).norm() <= 0.01 * g.double().sum(0).norm()
+        torch.testing.assert_close(x.grad.double(), wanted, rtol=2e-2, atol=2e-2 * wanted.std().item())
+        torch.testing.assert_close(bias.grad.double(), g.double().sum(0), rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.parametrize("m", [4, 100])
@@ -257,7 +257,7 @@ def test_swiglu_of_packed_weights(m: int) -> None:
     found = co.gemm_swiglu(x, gate, up)
     of_gate, of_up = (x.double() @ each.dequantize(torch.float64) for each in (gate, up))
     wanted = torch.nn.functional.silu(of_gate) * of_up
-    assert (found.double() - wanted).norm() <= 0.01 * wanted.norm()
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2 * wanted.std().item())
 
 
 @pytest.mark.parametrize("form", test_quantized_models.LAYERS)
@@ -271,7 +271,7 @@ def test_a_quantised_llama_gives_its_logits(form: str, dtype: torch.dtype) -> No
             layer.called = False
         logits = model(input_ids=tokens).logits
         assert not any(layer.called for layer in test_quantized_models._quantised(model))
-        assert (logits.double() - wanted).norm() <= 0.02 * wanted.norm()
+        torch.testing.assert_close(logits.double(), wanted, rtol=5e-2, atol=0.1 * wanted.std().item())
 
 
 def test_a_step_is_captured() -> None:

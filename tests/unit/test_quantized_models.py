@@ -174,6 +174,25 @@ def test_a_layer_may_be_replaced(form: str) -> None:
     assert (found(x).double() - wanted).norm() <= 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("form", ["GPTQModel", "compressed-tensors"])
+def test_activation_order_sorts_the_columns_of_x(form: str) -> None:
+    """Groups whose members lie anywhere along K: by a patch, a replacement, and one that was saved and loaded."""
+    layer, x = LAYERS[form](48, 128, 0, None, torch.float16), torch.randn(5, 128).half().requires_grad_()
+    group_of = torch.arange(128, dtype=torch.int32).remainder(4)[torch.randperm(128)]
+    layer.g_idx = layer.weight_g_idx = group_of
+    exact = ((layer.codes - layer.zero[:, group_of.long()]) * layer.own_scale[:, group_of.long()].double()).t()
+    wanted = x.detach().double() @ exact
+    replaced = co.nn.PackedLinear.of(layer)
+    loaded = co.nn.PackedLinear.of(layer)
+    loaded.values.zero_()
+    loaded.load_state_dict(replaced.state_dict())
+    for each in (co.patch(nn.Sequential(layer), verbose=False), replaced, loaded):
+        d = each(x)
+        assert (d.double() - wanted).norm() <= 0.01 * wanted.norm()
+        (found,) = torch.autograd.grad(d.sum(), x)
+        assert (found.double() - exact.sum(1)).norm() <= 0.01 * exact.sum(1).norm() * 5**0.5
+
+
 def test_a_change_of_the_tensors_is_seen() -> None:
     layer = LAYERS["AWQ"](48, 64, 0, None, torch.float16)
     model, x = co.patch(nn.Sequential(layer), verbose=False), torch.randn(5, 64).half()
@@ -214,7 +233,7 @@ def _set(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("form", "change", "said"),
     [
-        ("GPTQModel", _set("g_idx", torch.arange(64, dtype=torch.int32) % 2), "activation order"),
+        ("GPTQModel", _set("g_idx", torch.arange(64, dtype=torch.int32) % 3), "activation order"),
         ("GPTQModel", _set("bits", 8), "8 bits"),
         ("GPTQModel", _set("adapter", object()), "adapter"),
         ("GPTQModel", _set("qweight", None), "no qweight"),
@@ -232,9 +251,25 @@ def test_what_cannot_be_packed_is_said(form: str, change: Any, said: str) -> Non
         co.nn.PackedLinear.of(model[0])  # type: ignore[index]
 
 
+def test_a_linear_layer_that_was_compressed_is_replaced() -> None:
+    """As compressed-tensors leaves it, without a weight."""
+    layer, stored = nn.Linear(64, 48), LAYERS["compressed-tensors"](48, 64, 0, None, torch.float16)
+    del layer.weight
+    for name, parameter in stored.named_parameters():
+        layer.register_parameter(name, parameter)
+    layer.quantization_scheme = stored.quantization_scheme
+    assert "co.nn.PackedLinear.of" in co.patch(nn.Sequential(layer), dry_run=True).kept["0"]
+    assert not co.patch(co.patch(nn.Sequential(layer), verbose=False), dry_run=True).fused
+    x = torch.randn(5, 64).half()
+    wanted = x.double() @ stored.exact().t() + layer.bias.double()
+    assert (co.nn.PackedLinear.of(layer)(x).double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
 @pytest.mark.parametrize("home", ["auto_gptq.nn_modules.qlinear.qlinear_marlin", "somewhere.else"])
 def test_other_classes_of_a_name_are_not_taken(home: str) -> None:
     layer = _named(_AutoGptq, "QuantLinear", home)(48, 64, 0, None, torch.float16)
-    assert not co.patch(nn.Sequential(layer), verbose=False, dry_run=True).fused
+    found = co.patch(nn.Sequential(layer), dry_run=True)
+    assert not found.fused
+    assert "in an order that patch does not know" in found.kept["0"]
     with pytest.raises(TypeError, match=r"does not know how it holds its weight"):
         co.nn.PackedLinear.of(layer)

@@ -417,6 +417,13 @@ def test_declarations_of_updates() -> None:
         _refused("compression", ConfigError, declaration_from_json, {"compress": of, "target": "sm_90"})
 
 
+def test_a_weight_made_in_inference_mode_is_updated() -> None:
+    w = _weight(64, 64).t().contiguous().t()
+    with torch.inference_mode():
+        sparse = co.sparsify(-w)
+    assert torch.equal(sparse.update_(w, prune=True).to_dense().double(), _pruned(w))
+
+
 def test_bad_updates_are_named() -> None:
     good, w = co.sparsify(_weight(48, 128)), _weight(48, 128)
     _refused("w is torch.float16", TypeError, good.update_, w.half())

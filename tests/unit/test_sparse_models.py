@@ -37,8 +37,8 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     seen: list[torch.Size] = []
     multiplied = patching.multiplied
 
-    def noted(ops: Any, x: Tensor, weight: co.Sparse, *others: Any, **named: Any) -> Tensor:
-        seen.append(weight.shape)
+    def noted(ops: Any, x: Tensor, weight: Any, *others: Any, **named: Any) -> Tensor:
+        seen.append(weight.packed.shape)
         return multiplied(ops, x, weight, *others, **named)
 
     monkeypatch.setattr(patching, "multiplied", noted)
