@@ -476,10 +476,11 @@ class _GatedMLP(_Fused):
 
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
         kind, ops, packed_ops = self._fused_ops
-        gate, up, down, activation = layers = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
-        if all(type(layer) is getattr(layer, "_exact", None) and layer._rule == "Quantized" for layer in layers[:3]):
-            known = type(activation) is kind and not is_watched(*layers)
-            packed = _packed_for(x, *((layer, layer._fused_ops[1]) for layer in layers[:3])) if known else None
+        gate, up, down, activation = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
+        layers: tuple[Any, ...] = (gate, up, down)
+        if all(_is_fused(layer, _Quantized) for layer in layers):
+            known = type(activation) is kind and not is_watched(activation)
+            packed = _packed_for(x, *((layer, layer._fused_ops[1]) for layer in layers)) if known else None
             if packed is not None:
                 of_gate = multiplied(packed_ops[0], x, packed[0], gate.bias)
                 of_up = multiplied(packed_ops[1], x, packed[1], up.bias, inputs=[of_gate])

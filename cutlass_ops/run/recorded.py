@@ -135,9 +135,7 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
 
 def _refuse_frozen(graph: Graph, given: Mapping[str, Any]) -> None:
     """Raise ValueError if a call needs the gradient of a weight in a form of its own."""
-    if operand("b", given["b"], graph, given).held is None:
-        return
-    for name in ("b", *graph.parts):
+    for name in ("b", *graph.parts) if graph.parts else ():
         if watching.is_differentiated(given[name]):
             raise ValueError(
                 f"{name} requires grad, and a weight in a form of its own is frozen: pass {name}.detach(), or train an "
@@ -239,10 +237,9 @@ class OpRecorder(Recorder):
         inputs = traced.inputs_of(list(named.values()), asked.numbers, self.places)
         make = grouped_backward.GroupedStep if self.called.form == GROUPED else step_of
         values = dict(zip(self.called.inputs, inputs, strict=True))
-        of_b = operand("b", b, self.called.graph, values)
-        # Only forwards have kernels that read it. A bias alone needs no product.
-        if of_b.held is not None and ("a" in names or found.again):
-            b = of_b.values(a.dtype)
+        # Only forwards have kernels that read a weight in a form of its own. A bias alone needs no product.
+        if self.called.graph.parts and ("a" in names or found.again):
+            b = operand("b", b, self.called.graph, values).values(a.dtype)
         step = make(self.called, a, b, values)
         del a  # the step holds it, and frees it
         step.spent = forward.spent(kept) if asked.spends else ()
