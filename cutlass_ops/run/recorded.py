@@ -135,9 +135,9 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
 
 def _refuse_frozen(graph: Graph, given: Mapping[str, Any]) -> None:
     """Raise ValueError if a call needs the gradient of a weight in a form of its own."""
-    of_b = operand("b", given["b"], graph, given)
-    if of_b.held is None:
+    if not graph.parts:
         return
+    of_b = operand("b", given["b"], graph, given)
     for name in (*(() if of_b.trains else ("b",)), *graph.parts):
         if watching.is_differentiated(given[name]):
             raise ValueError(
@@ -242,10 +242,10 @@ class OpRecorder(Recorder):
         inputs = traced.inputs_of(list(named.values()), asked.numbers, self.places)
         make = grouped_backward.GroupedStep if self.called.form == GROUPED else step_of
         values = dict(zip(self.called.inputs, inputs, strict=True))
-        of_b = operand("b", b, self.called.graph, values)
-        # Only forwards have kernels that read it. A bias alone needs no product.
-        if of_b.held is not None and (found.again or not names.isdisjoint(("a", "b"))):
-            b = of_b.values(a.dtype)
+        own = operand("b", b, self.called.graph, values) if self.called.graph.parts else None
+        # Only forwards have kernels that read a weight in a form of its own. A bias alone needs no product.
+        if own is not None and (found.again or not names.isdisjoint(("a", "b"))):
+            b = own.values(a.dtype)
         step = make(self.called, a, b, values)
         del a  # the step holds it, and frees it
         step.spent = forward.spent(kept) if asked.spends else ()
@@ -254,8 +254,8 @@ class OpRecorder(Recorder):
         kept.clear()
         step.spent = ()  # another tensor may lie at their addresses from here on
         gradients = step.of_operands(leaves, named, self.wrt, into, names)
-        if of_b.held is not None and gradients[1] is not None:
-            gradients[1] = of_b.held_of(gradients[1])
+        if own is not None and gradients[1] is not None:
+            gradients[1] = own.held_of(gradients[1])
         return gradients
 
 
