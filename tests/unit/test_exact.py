@@ -135,7 +135,8 @@ def test_faults_of_groups_are_found(name):
         case = FAMILIES[name].draw(random.Random(seed), "cpu")
         ends = case.arguments[2]
         begins = ends[:-1] if case.grouped == "offsets" else ends
-        if case.refused is None and case.arguments[1].shape[-1] >= 8 and len(begins) and begins.max() > 8:
+        # Given outputs have poison where nothing is written.
+        if case.refused is None and case.out and case.arguments[1].shape[-1] >= 8 and len(begins) and begins.max() > 8:
             break
     assert why(case) is None
 
