@@ -226,6 +226,7 @@ def main() -> int:
         prog="python -m tests.gpu.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--what", choices=list(WHAT), required=True)
+    parser.add_argument("--only", default="", help="a part of the names of families; another one draws other calls")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many, compilation apart")
     parser.add_argument("--seed", type=int, default=0, help="that of the first call; each has the next one")
@@ -233,8 +234,15 @@ def main() -> int:
     parser.add_argument("--kernels", type=int, default=0, help="further kernels of each family; the pieces of --out")
     parser.add_argument("--out", type=Path, default=None, help="write the result as JSON")
     args = parser.parse_args()
-    families, device = WHAT[args.what], "cuda" if torch.cuda.is_available() else "cpu"
-    now = {**harness.about(device), "commit": harness.commit(), "what": args.what, "count": args.kernels}
+    families = [family for family in WHAT[args.what] if args.only in family.name]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    now = {
+        **harness.about(device),
+        "commit": harness.commit(),
+        "what": args.what,
+        "only": args.only,
+        "count": args.kernels,
+    }
     before = earlier(args.out, now) if args.kernels else None
     pieces, calls = (before["pieces"], sum(row["calls"] for row in before["rows"])) if before else (0, 0)
     start = (args.seed if before is None else before["seed"]) + calls
