@@ -104,7 +104,7 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
 def first_other(found: Tensor, wanted: Tensor, alike: Tensor | None = None) -> str:
     """Say where the first and the last element are that differ, and what the first one is."""
     # Not every version of PyTorch compares or indexes FP8.
-    found, wanted = (x.double() for x in (found, wanted))
+    found, wanted = (x.detach().double() for x in (found, wanted))
     places = (~(found == wanted) if alike is None else ~alike).nonzero().tolist()
     if not places:
         return ""  # zeros of different signs are equal
