@@ -88,7 +88,7 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     wrong, *numbers = torch.stack([(~alike).sum().double(), *parts]).tolist()
     if wrong:
         what = "are NaN or infinite, or should be" if sums else "are not the exact ones"
-        return f"{int(wrong)} of {found.numel()} elements {what}"
+        return f"{int(wrong)} of {found.numel()} elements {what}{first_other(found, stored, alike)}"
     off, worst, norm, largest, slack_norm, most_slack = numbers
     step = about.smallest_normal * about.eps  # below the normal numbers
     allowed = (about.eps + sums) * norm + slack_norm + step * found.numel() ** 0.5
@@ -99,6 +99,17 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     if not worst <= allowed:
         return f"an element is off by {worst:.3e}, allowed {allowed:.3e}, of {largest:.3e}"
     return None
+
+
+def first_other(found: Tensor, wanted: Tensor, alike: Tensor | None = None) -> str:
+    """Say where the first and the last element are that differ, and what the first one is."""
+    # Not every version of PyTorch compares or indexes FP8.
+    found, wanted = (x.detach().double() for x in (found, wanted))
+    places = (~(found == wanted) if alike is None else ~alike).nonzero().tolist()
+    if not places:
+        return ""  # zeros of different signs are equal
+    at = tuple(places[0])
+    return f", from {at} to {tuple(places[-1])}: {float(found[at]):g} and not {float(wanted[at]):g}"
 
 
 def _why_not_whole(found: Tensor, wanted: Tensor) -> str | None:

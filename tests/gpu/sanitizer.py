@@ -22,7 +22,6 @@ import argparse
 import functools
 import json
 import os
-import random
 import re
 import struct
 import subprocess
@@ -38,7 +37,7 @@ import torch
 from cutlass_ops.base import elf, env, sass
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.spec import KernelSpec
-from tests.gpu import edits, exact_calls
+from tests.gpu import edits, exact_calls, perturb
 from tests.gpu.campaign import ROOT, about, read
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -119,15 +118,9 @@ def calls(names: Iterable[str]) -> None:
                 for more in FORMS.get(spec.form.name, [{}]):
                     cases.check(spec, SHAPE, **more)
                 continue
-            case = next(case for seed in range(100) if (case := drawn(family, seed)).refused is None)
+            case = perturb.problems(family, "cuda")[-1]
             why = case.why_wrong(case.by(spec), case.wanted())
             assert why is None, f"{name}: {why}"
-
-
-def drawn(family: Any, seed: int) -> Any:
-    """Return a drawn call."""
-    torch.manual_seed(seed)
-    return family.draw(random.Random(seed), "cuda")
 
 
 def command(tool: str, names: Sequence[str]) -> list[str]:

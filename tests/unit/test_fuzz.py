@@ -79,6 +79,8 @@ def test_drawn_calls_have_the_signature_of_the_family_s_kernels(what, family):
         op, (a, b, *inputs), named = case.request()
         if case.refused is not None or 1 in (a.shape[-2], b.shape[-1]) or 0 in (*a.shape, *b.shape):
             continue  # one line lies in several ways
+        if getattr(family, "scales", None) == "blocks" and a.shape[-1] <= 128:
+            continue  # one block of K is scaled as a row is
         call = op.checked(a, b, tuple(inputs), named, case.given().get("out"), case.named["out_dtype"])
         assert signature_of(call, H100) == own, case.about
 

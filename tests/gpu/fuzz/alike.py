@@ -1,8 +1,8 @@
 """Relations between calls of one kernel, of any values: no tolerance, and no result that is known beforehand.
 
-A row of D depends neither on where it is among the others nor on which others there are, nor does a column, nor a GEMM
-of a batch. Twice as large an A makes D twice as large. All of this holds to the last bit for a kernel whose thread
-blocks each add up all of K in order.
+The same call gives the same bits. A row of D depends neither on where it is among the others nor on which others there
+are, nor does a column, nor a GEMM of a batch. Twice as large an A makes D twice as large. All of this holds to the last
+bit for a kernel whose thread blocks each add up all of K in order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run.requests import Request
+from tests.gpu import oracle
 
 # Where inputs and outputs have rows and columns of D.
 _ROWS = {Kind.COL: -1, Kind.TILE: -2, Kind.BLOCKS_A: -2}
@@ -37,7 +38,7 @@ def why_not(kernel: Kernel, asked: Request) -> str | None:
         found = _results(kernel, graph, values)
         for output, wanted in expected.items():
             if not torch.equal(_bits(found[output]), _bits(wanted)):
-                return f"{output} of {name} has other bits"
+                return f"{output} of {name} has other bits{oracle.first_other(found[output], wanted)}"
     return None
 
 
@@ -46,6 +47,7 @@ def _related(graph: Graph, given: Values, first: Mapping[str, Tensor]) -> Iterat
     inputs = {declared.name: declared.kind for declared in graph.inputs}
     outputs = {declared.name: declared.kind for declared in graph.outputs}
     a, b = given["a"], given["b"]
+    yield "the same call", given, dict(first)
 
     def moved(places: Mapping[str, int], at: Tensor) -> Values:
         return {**given, **{name: _taken(given[name], dim, at) for name, dim in places.items()}}

@@ -246,7 +246,7 @@ class Rows:
             (r"^out\b", replace(case, out={"d": memory.placed((*groups, rows + 1, n), case.named["out_dtype"])})),
         ]
         if k > 1:
-            ways += [(r"^a has ", other(x.mT.contiguous().mT)), (r"^a .*16 bytes", other(narrow))]
+            ways += [(r"^a has ", other(x.mT.contiguous().mT)), (r"^a .*(16 bytes|a copy)", other(narrow))]
         ways += [(r"^residual\b", other(residual=case.named["residual"][:-1]))] if "residual" in case.named else []
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)
