@@ -2,7 +2,8 @@
 
     python benchmarks/bench_sparse.py --out benchmarks/results/sparse_h200.json
     python benchmarks/bench_sparse.py --type e4m3 --epilogues rows --out /tmp/fp8.json
-    python benchmarks/bench_sparse.py --sweep --rows 1 16 64 256 1024 8192 --out /tmp/sweep.json   # races of kernels
+    python benchmarks/bench_sparse.py --updates --out /tmp/updates.json
+    python benchmarks/bench_sparse.py --sweep --weights 8192x8192 --rows 1024 8192 --out /tmp/sweep.json
 
 The epilogue is none ("plain"), bias + GELU + residual ("gelu"), or scales of a's rows and b's columns ("rows"). Peers:
 ``ours_dense``, this library's GEMM of the pruned weight, with the same epilogue; ``dense``, PyTorch's product of it,
@@ -12,12 +13,15 @@ of rows and columns. torchao is not a part of this repository: put it on PYTHONP
 Each row: {"epilogue", "m", "n", "k", "ours_us", "tb_per_s", "tflops", "peers": {name: us}, "over": {name: their time
 over ours}, "error", "absent": {name: why}, "kernel"}. Bytes are those of A, of the weight with its metadata, and of D.
 "tflops" counts the products of the dense weight. The error is relative, against float64 of the pruned weight. With
---sweep, each row is {"m", "n", "k", "kernels": [[name, us], ...]}, the fastest first.
+--updates, weights are updated in place, beside a copy of the dense weight, and each row is {"n", "k", "us": {name: us},
+"tb_per_s"}. With --sweep, kernels race instead, those that the model expects to be fastest, and the orders of tiles of
+the best. Each row is {"m", "n", "k", "kernels": [[name, us, order], ...]}, the fastest first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,14 +33,20 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.declare.config import Ordered
-from cutlass_ops.declare.device import Device
+from cutlass_ops.base.dtypes import DECLARED
+from cutlass_ops.base.dtypes import dtype as named
+from cutlass_ops.choose import policies, space
+from cutlass_ops.choose.pool import Pool
+from cutlass_ops.compilation import builder
+from cutlass_ops.declare.compressing import CompressSpec
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.legality import is_legal
-from cutlass_ops.kinds.sm90 import sparse as of_sm90
-from cutlass_ops.operand.call import device_of
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.operand.call import call_at, device_of, signature_of
 from cutlass_ops.run import requests
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.sparse import _SPARSE
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.trial import Trial
 
@@ -204,23 +214,64 @@ def run_case(epilogue: str, m: int, n: int, k: int, dtype: torch.dtype, names: l
     }
 
 
-def sweep(epilogue: str, m: int, n: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Race the kernels that may serve a problem."""
-    device: Device = device_of(torch.device("cuda", 0))
-    op, arguments, _ = requested(draw(m, n, k, dtype, epilogue), epilogue)
-    signature, problem = harness.asked(op, arguments, device)
-    of = [c for c in of_sm90.untuned(signature) if c.threadblock.n < 4 * m or c.threadblock.n == 8]
-    specs = {c: signature.spec(c, c.target_on(device.capability)) for c in of}
-    specs = {c: spec for c, spec in specs.items() if is_legal(spec)}
-    loaded = Registry.current().kernels(list(specs.values()))  # compiled in parallel
-    trial, wrong = Trial(signature, problem, torch.device("cuda", 0)), {}
-    for config, kernel in zip(specs, loaded, strict=True):
-        why = trial.admit(Ordered(config, config.usual_order(problem)), kernel)
+@dataclass(frozen=True)
+class Field:
+    """The kernels that race for a problem."""
+
+    epilogue: str
+    signature: OpSignature
+    problem: Problem
+    specs: Mapping[Config, KernelSpec]
+
+
+def field(epilogue: str, m: int, n: int, k: int, dtype: str, most: int) -> Field:
+    """Return the kernels that the model expects to be fastest: of those that calls choose from, and of all."""
+    problem, chosen, device = Problem(m, n, k), EPILOGUES[epilogue], device_of(torch.device("cuda", 0))
+    graph = _SPARSE.graph if chosen is None else _SPARSE.graph.then(chosen.graph)
+    signature = signature_of(call_at(graph, problem, dtype, "row", "col"), device)
+    known = [c for c in policies.policy(signature, device).kernels if not c.few_rows]
+    every = dict.fromkeys((*known, *space.ranked(signature, problem, most, device)))
+    times = Pool.of(every, signature).times([problem], device)[0]
+    fastest = [c for _, c in sorted(zip(times, every, strict=True), key=lambda x: x[0])]
+    # Half are those that calls choose from, whatever the model thinks of the others.
+    mine = [c for c in fastest if c in known][: most // 2]
+    others = [c for c in fastest if c not in mine][: most - len(mine)]
+    return Field(epilogue, signature, problem, {c: device.spec(signature, c) for c in (*mine, *others)})
+
+
+def sweep(of: Field) -> dict[str, Any]:
+    """Race kernels, then the orders of tiles of the fastest."""
+    loaded = Registry.current().kernels(list(of.specs.values()))
+    trial, wrong = Trial(of.signature, of.problem, torch.device("cuda", 0)), {}
+    for config, kernel in zip(of.specs, loaded, strict=True):
+        why = trial.admit(Ordered(config, config.usual_order(of.problem)), kernel)
         if why is not None:
             wrong[config.slug] = why
     measured, _ = trial.race(5, lambda: None)
     kernels = [[x.config.slug, round(x.microseconds, 2), str(x.order)] for x in measured]
-    return {"m": m, "n": n, "k": k, "epilogue": epilogue, "kernels": kernels, "wrong": wrong}
+    m, n, k = of.problem.extents
+    return {"m": m, "n": n, "k": k, "epilogue": of.epilogue, "kernels": kernels, "wrong": wrong}
+
+
+def run_update(n: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Time a weight's update in place, at its places and pruned anew, beside a copy of the dense weight."""
+    weights = [draw(1, n, k, dtype, "plain") for _ in range(rotation(2 * n * k * dtype.itemsize))]
+    dense = [x.sparse.to_dense().t().contiguous() for x in weights]
+    copies = [torch.empty_like(w) for w in dense]
+    for prune in (False, True):
+        spec = CompressSpec(named(str(dtype), DECLARED), prune, "sm_90")
+        Registry.current().kernel(spec)  # PyTorch would serve until it is there
+    count = len(weights)
+    variants: dict[str, Callable[[int], object]] = {
+        "placed": lambda i: weights[i % count].sparse.update_(dense[i % count].t()),
+        "pruned": lambda i: weights[i % count].sparse.update_(dense[i % count].t(), prune=True),
+        "copy": lambda i: copies[i % count].copy_(dense[i % count]),
+    }
+    times = harness.time_interleaved(variants, 20.0)
+    us = {name: round(1e3 * each.median, 3) for name, each in times.items()}
+    moved = n * k * dtype.itemsize
+    size = {"placed": 1.5 * moved + n * k / 8, "pruned": 1.5 * moved + n * k / 8, "copy": 2.0 * moved}
+    return {"n": n, "k": k, "us": us, "tb_per_s": {name: round(size[name] / us[name] / 1e6, 3) for name in us}}
 
 
 def main() -> None:
@@ -233,22 +284,35 @@ def main() -> None:
     parser.add_argument("--epilogues", nargs="+", choices=EPILOGUES, default=["plain"])
     parser.add_argument("--peers", nargs="*", default=["ours_dense", "dense", "cusparselt", "torchao"])
     parser.add_argument("--sweep", action="store_true", help="race kernels instead")
+    parser.add_argument("--most", type=int, default=24, help="kernels of a race")
+    parser.add_argument("--updates", action="store_true", help="time updates of weights instead")
     args = parser.parse_args()
     weights = [tuple(map(int, text.split("x"))) for text in args.weights]
-    found, dtype = [], TYPES[args.type]
-    for epilogue in args.epilogues:
-        for n, k in weights:
-            for m in args.rows:
-                if args.sweep:
-                    found.append(sweep(epilogue, m, n, k, dtype))
-                    print(f"{m}x{n}x{k}: {found[-1]['kernels'][:4]}, wrong: {found[-1]['wrong']}", flush=True)
-                else:
-                    row = run_case(epilogue, m, n, k, dtype, args.peers)
-                    found.append(row)
-                    text = f"{row['ours_us']} us, {row['tb_per_s']} TB/s, {row['tflops']} TFLOP/s, {row['over']}"
-                    print(f"{epilogue} {m}x{n}x{k}: {text}", flush=True)
-                about = {"environment": harness.environment(), "type": args.type, "rows": found}
-                args.out.write_text(json.dumps(about, indent=1))
+    if args.updates:
+        updates = [run_update(n, k, TYPES[args.type]) for n, k in weights]
+        print(*updates, sep="\n", flush=True)
+        about = {"environment": harness.environment(), "type": args.type, "rows": updates}
+        args.out.write_text(json.dumps(about, indent=1))
+        return
+    cases = [(epilogue, m, *weight) for epilogue in args.epilogues for weight in weights for m in args.rows]
+    jobs: list[Callable[[], dict[str, Any]]]
+    if args.sweep:
+        fields = [field(*case, args.type, args.most) for case in cases]
+        builder.build_many(list(dict.fromkeys(spec for each in fields for spec in each.specs.values())))
+        jobs = [functools.partial(sweep, each) for each in fields]
+    else:
+        jobs = [functools.partial(run_case, *case, TYPES[args.type], args.peers) for case in cases]
+    found: list[dict[str, Any]] = []
+    for (epilogue, m, n, k), job in zip(cases, jobs, strict=True):
+        row = job()
+        found.append(row)
+        if args.sweep:
+            said = f"{row['kernels'][:4]}, wrong: {row['wrong']}"
+        else:
+            said = f"{row['ours_us']} us, {row['tb_per_s']} TB/s, {row['tflops']} TFLOP/s, {row['over']}"
+        print(f"{epilogue} {m}x{n}x{k}: {said}", flush=True)
+        about = {"environment": harness.environment(), "type": args.type, "rows": found}
+        args.out.write_text(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

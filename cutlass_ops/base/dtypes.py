@@ -68,8 +68,10 @@ PACKED: tuple[DType, ...] = (i4, u4, e2m1)
 bf16s = DType("bf16s", 8, "cutlass_ops::TwoOfFour<cutlass::bfloat16_t>", "bfloat16", _DL_BFLOAT)
 f16s = DType("f16s", 8, "cutlass_ops::TwoOfFour<cutlass::half_t>", "float16", _DL_FLOAT)
 e4m3s = DType("e4m3s", 4, "cutlass_ops::TwoOfFour<cutlass::float_e4m3_t>", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
+e5m2s = DType("e5m2s", 4, "cutlass_ops::TwoOfFour<cutlass::float_e5m2_t>", "float8_e5m2", _DL_FLOAT8_E5M2)
 i8s = DType("i8s", 4, "cutlass_ops::TwoOfFour<int8_t>", "int8", _DL_INT)
-SPARSE: tuple[DType, ...] = (bf16s, f16s, e4m3s, i8s)
+SPARSE: tuple[DType, ...] = (bf16s, f16s, e4m3s, e5m2s, i8s)
+STORED_OF: dict[DType, DType] = dict(zip(SPARSE, (bf16, f16, e4m3, e5m2, i8), strict=True))  # types of their elements
 # Bytes of metadata: where the stored elements are.
 u8 = DType("u8", 8, "uint8_t", "uint8", _DL_UINT)
 

@@ -19,8 +19,8 @@ from cutlass_ops.base.dtypes import (
     DType,
     bf16,
     bf16s,
-    e4m3,
     e4m3s,
+    e5m2s,
     f16,
     f16s,
     f32,
@@ -100,14 +100,9 @@ class MmaSpec:
         return self.a.bits
 
     @property
-    def packed(self) -> bool:
-        """Whether B is a packed weight, which only main loops of its own read."""
-        return self.b in PACKED
-
-    @property
-    def sparse(self) -> bool:
-        """Whether B has two of each four elements along K, which instructions of its own multiply."""
-        return self.b in SPARSE
+    def own(self) -> bool:
+        """Whether B is a weight in a form of its own, which only main loops for it read."""
+        return self.b in (*PACKED, *SPARSE)
 
     @property
     def wgmma_types(self) -> str:
@@ -208,7 +203,7 @@ MMAS: tuple[MmaSpec, ...] = (
         for a, b, sums, result, opcode, rate, error in (
             (bf16, bf16s, f32, bf16, "HGMMA.SP", 2.0, 1e-4),
             (f16, f16s, f32, f16, "HGMMA.SP", 2.0, 1e-4),
-            (e4m3, e4m3s, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9),
+            *((a, b, f32, bf16, "QGMMA.SP", 4.0, 2.0**-9) for a in FP8 for b in (e4m3s, e5m2s)),
             (i8, i8s, i32, bf16, "IGMMA.SP", 4.0, 2.0**-9),
         )
     ),
@@ -240,8 +235,8 @@ MMAS: tuple[MmaSpec, ...] = (
     # FP8, in every combination: wgmma only. The Tensor Core adds up these products with fewer bits (docs/fp8.md).
     *(MmaSpec(a, b, f32, bf16, (_QGMMA,), rate=2.0, error=2.0**-9) for a in FP8 for b in FP8),
 )
-# Types of A and B, but for packed and sparse weights: a call names A's type.
-_PLAIN = tuple(mma for mma in MMAS if not (mma.packed or mma.sparse))
+# Types of A and B, but for weights in forms of their own: a call names A's type.
+_PLAIN = tuple(mma for mma in MMAS if not mma.own)
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in _PLAIN for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives; and how sums of FP8 products are added up.

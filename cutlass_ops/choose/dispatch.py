@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.arch import MMA_SYNC
-from cutlass_ops.base.dtypes import FP8
+from cutlass_ops.base.dtypes import FP8, SPARSE
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.base.session import cached
@@ -52,6 +52,8 @@ def _without_tma(signature: OpSignature, device: Device) -> str:
         return "groups of rows need wgmma, which sm_90 alone has: call gemm for each expert's rows"
     if signature.form == RAGGED_K:
         return "groups of K need wgmma, which sm_90 alone has: multiply each expert's rows by themselves"
+    if signature.b.dtype in SPARSE:
+        return "a 2:4 sparse weight needs wgmma, which sm_90 alone has: multiply by its to_dense()"
     if mma is not None and warp is None:
         return "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
     if warp is not None and warp.k_major_only and signature.realigns:

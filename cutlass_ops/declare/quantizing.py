@@ -13,6 +13,8 @@ from cutlass_ops.base.dtypes import FP8, READ, DType, dtype
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.frozen import hashed_once
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.declare import compressing
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.spec import KernelSpec
 
 _FIELD = "quantize"
@@ -83,13 +85,15 @@ class QuantizeSpec:
 
 
 # What can be compiled.
-Declaration = KernelSpec | QuantizeSpec
+Declaration = KernelSpec | QuantizeSpec | CompressSpec
 
 
 def declaration_from_json(data: Mapping[str, Any]) -> Declaration:
     """Rebuild a declaration from its ``to_json``. Raises ConfigError if it is none."""
     if isinstance(data, Mapping) and _FIELD in data:
         return QuantizeSpec.from_json(data)
+    if isinstance(data, Mapping) and compressing.FIELD in data:
+        return CompressSpec.from_json(data)
     return KernelSpec.from_json(data)
 
 

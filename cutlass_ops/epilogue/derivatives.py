@@ -74,7 +74,7 @@ def vjp(
     >>> vjp(builtin.bias_relu.graph, kept=["d"]).again
     False
     """
-    if graph.parts:
+    if graph.block_scales:
         raise ConfigError(
             f"{graph.parts_are}, and an operand that has them has no gradient: call under torch.no_grad(), or pass "
             "detached tensors"

@@ -178,7 +178,7 @@ def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
         yield f"{spec.epilogue.parts_are}, and a is {spec.a} and b is {spec.b}: use {advice}"
     if any(scaled) and not kind_of(config).scales_blocks:
         nouns = " or ".join(k.noun for k in KINDS if k.scales_blocks and (mma is None or k.multiplies(mma)))
-        promoted = "" if mma is not None and (mma.packed or mma.sparse) else " with accumulation='promoted'"
+        promoted = "" if mma is not None and mma.own else " with accumulation='promoted'"
         yield Broken(
             f"{spec.epilogue.parts_are}, which kernels of this kind do not apply", advice=f"use {nouns}{promoted}"
         )

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.base import forks, resources
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import f32, u8
 from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.quantizing import Declaration, QuantizeSpec
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
@@ -67,6 +68,8 @@ def render(spec: Declaration) -> str:
     """Return the source of a declaration that is known to be legal. Others give an error from within, or wrong C++."""
     if isinstance(spec, QuantizeSpec):
         return _filled("quantize.cu.j2", _quantizing(spec) | _header(spec))
+    if isinstance(spec, CompressSpec):
+        return _filled("compress.cu.j2", _compressing(spec) | _header(spec))
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     kind = kind_of(spec.config)
@@ -87,6 +90,12 @@ def _quantizing(spec: QuantizeSpec) -> dict[str, Any]:
         "d": spec.d.cpp,
         "by_rows": spec.block is None,
     }
+
+
+def _compressing(spec: CompressSpec) -> dict[str, Any]:
+    """Return the variables of ``compress.cu.j2``."""
+    types = [{"cpp": t.cpp, "dl_code": t.dl_code} for t in (spec.w, u8)]
+    return {"element_types": types, "w": spec.w.cpp, "prune": spec.prune}
 
 
 def _header(spec: Declaration) -> dict[str, Any]:

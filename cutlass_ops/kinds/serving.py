@@ -52,7 +52,7 @@ def d_alone(spec: KernelSpec) -> bool:
 
 def in_16_bits(mma: MmaSpec) -> bool:
     """Return whether this library's own kernels of ``mma.sync`` multiply a pair of types: these load 16 bits."""
-    return mma.by(MMA_SYNC) is not None and mma.bits == 16 and not mma.packed
+    return mma.by(MMA_SYNC) is not None and mma.bits == 16 and not mma.own
 
 
 def by_several_fours(mma: MmaSpec, instruction_k: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import SPARSE
+from cutlass_ops.base.dtypes import PACKED, SPARSE
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED, RAGGED_K
@@ -74,6 +74,7 @@ class Traits:
     element_bytes: float
     d_bytes: float
     narrow: float = 1.0  # bytes of an element of B, relative to one of A
+    converts: bool = False  # whether threads convert B before it is multiplied
     sparse: bool = False  # whether B has two of each four elements, which instructions of its own multiply
     majors: tuple[Major, Major] = ("row", "col")  # majors of A and B
     alignments: tuple[int, int] = (8, 8)  # alignments of A and B, in elements
@@ -101,6 +102,7 @@ class Traits:
             d_bytes=signature.d.dtype.bits / 8,
             # A sparse weight has a bit of metadata for each element.
             narrow=(signature.b.dtype.bits + (signature.b.dtype in SPARSE)) / signature.a.dtype.bits,
+            converts=signature.b.dtype in PACKED,
             sparse=signature.b.dtype in SPARSE,
             majors=signature.majors,
             alignments=signature.alignments,

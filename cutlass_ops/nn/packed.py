@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.nn import epilogues, parallel
+from cutlass_ops.epilogue import Epilogue, composed
+from cutlass_ops.nn import epilogues, parallel, quantized
 from cutlass_ops.nn.linear import Activated
 from cutlass_ops.nn.reading import rows
 from cutlass_ops.run.gemm import flattened
 from cutlass_ops.run.packed import Packed
+from cutlass_ops.run.values import OwnWeight
 
 
 class PackedLinear(Activated, torch.nn.Module):
     """activation(x @ weight + bias) + residual, of a weight in 4 bits, in one kernel.
 
-    The weight is frozen, and no gradient passes through the layer. Its tensors are buffers: they are moved and saved
-    with the module. A state dict also has a tensor ``form``, which loading compares with the layer's own.
+    The weight is frozen. Gradients pass to x, the bias and the residual, as for a linear layer. Its tensors are
+    buffers: they are moved and saved with the module. A state dict also has a tensor ``form``, which loading compares
+    with the layer's own.
 
     Parameters
     ----------
@@ -82,6 +84,39 @@ class PackedLinear(Activated, torch.nn.Module):
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
 
+    @classmethod
+    def of(
+        cls, layer: torch.nn.Module, *, activation: str | None = None, dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """Return the layer of a quantised one of GPTQModel, AutoGPTQ, AutoAWQ or compressed-tensors, to replace it.
+
+        :func:`cutlass_ops.patch` recognises the same layers, and keeps their own tensors beside the packed ones.
+
+        Parameters
+        ----------
+        layer : Module
+            The layer. Its weight has 4 bits; it is not changed.
+        activation : str, optional
+            As for the class.
+        dtype : torch.dtype, optional
+            The type of x, to which scales are rounded: by default theirs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the layer's class is not known, or its weight cannot be packed. The message says what does not fit.
+
+        Examples
+        --------
+        >>> try:
+        ...     co.nn.PackedLinear.of(torch.nn.Linear(64, 16))
+        ... except TypeError as error:
+        ...     print(str(error)[:41])
+        layer is a torch.nn.modules.linear.Linear
+        """
+        bias: Any = getattr(layer, "bias", None)
+        return cls(quantized.pack_any(layer, dtype), bias, activation=activation)
+
     @property
     def packed(self) -> Packed:
         """The weight."""
@@ -114,10 +149,7 @@ class PackedLinear(Activated, torch.nn.Module):
         if wrong:
             what = "is missing" if wrong[0] in names else "is no input"
             raise TypeError(f"{wrong[0]} {what}: this layer takes {', '.join(names) or 'nothing'} by name")
-        op, given = epilogues.chosen(self._ops, self.bias, residual, [inputs[name] for name in names])
-        own, tensors = flattened(op.epilogue, op.name, rows(x), self.packed, None)
-        found: Tensor = own(*tensors, *given, out_dtype=parallel.sum_dtype(x, residual))
-        return found
+        return multiplied(self._ops, x, self.packed, self.bias, residual, [inputs[name] for name in names])
 
     def extra_repr(self) -> str:
         """Return the settings, for the layer's ``repr``."""
@@ -144,3 +176,23 @@ class PackedLinear(Activated, torch.nn.Module):
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def multiplied(
+    ops: epilogues.LinearOps,
+    x: Tensor,
+    weight: OwnWeight,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    inputs: Sequence[Any] = (),
+) -> Tensor:
+    """Compute a layer of a weight in a form of its own by its ops."""
+    op, given = epilogues.chosen(ops, bias, residual, inputs)
+    own, tensors = flattened(op.epilogue, op.name, rows(x), weight, None)
+    found: Tensor = own(*tensors, *given, out_dtype=parallel.sum_dtype(x, residual))
+    return found
+
+
+def gate_and_up(activation: str | None) -> tuple[epilogues.LinearOps, epilogues.LinearOps]:
+    """Return the ops of both layers of a gate, of which the second multiplies by what the first has written."""
+    return epilogues.linear_ops(activation), epilogues.ops_with(composed.swiglu_up)

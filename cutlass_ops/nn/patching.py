@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from cutlass_ops.nn import epilogues
+from cutlass_ops.nn import epilogues, quantized
 from cutlass_ops.nn.block import DecoderBlock
+from cutlass_ops.nn.folded import Folded
 from cutlass_ops.nn.launching import Prepares
 from cutlass_ops.nn.linear import Linear, apply
 from cutlass_ops.nn.mlp import MLP, GatedMLP, gated_layers, gated_ops, two_layers
 from cutlass_ops.nn.norms import NormLinear
+from cutlass_ops.nn.packed import PackedLinear, gate_and_up, multiplied
 from cutlass_ops.nn.parallel import plus
 from cutlass_ops.nn.projections import Handing, Projections
 from cutlass_ops.nn.reading import (
@@ -31,6 +33,12 @@ from cutlass_ops.nn.reading import (
     needs_pytorch,
     readable,
 )
+from cutlass_ops.nn.sparse import SparseLinear
+from cutlass_ops.operand import sparsity
+from cutlass_ops.run import casting
+from cutlass_ops.run.packed import Packed
+from cutlass_ops.run.sparse import Sparse
+from cutlass_ops.run.values import OwnWeight
 
 
 class Patched(NamedTuple):
@@ -75,19 +83,30 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @overload
 def patch(
-    model: _Model, *, fold_norms: bool = False, verbose: bool = True, dry_run: Literal[False] = False
+    model: _Model,
+    *,
+    fold_norms: bool = False,
+    sparse: bool = False,
+    verbose: bool = True,
+    dry_run: Literal[False] = False,
 ) -> _Model: ...
 
 
 @overload
-def patch(model: nn.Module, *, fold_norms: bool = False, verbose: bool = True, dry_run: Literal[True]) -> Patched: ...
+def patch(
+    model: nn.Module, *, fold_norms: bool = False, sparse: bool = False, verbose: bool = True, dry_run: Literal[True]
+) -> Patched: ...
 
 
-def patch(model: Any, *, fold_norms: bool = False, verbose: bool = True, dry_run: bool = False) -> Any:
+def patch(
+    model: Any, *, fold_norms: bool = False, sparse: bool = False, verbose: bool = True, dry_run: bool = False
+) -> Any:
     """Replace the forwards of a model's linear layers and MLPs by fused ones, and print what is fused.
 
     It supports ``torch.nn.Linear``, the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2 and Qwen3, and
-    GPT-2's MLP and ``Conv1D``. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32.
+    GPT-2's MLP and ``Conv1D``. Weights must be FP16 or BF16; inside ``torch.autocast`` they may be FP32. Layers in 4
+    bits of GPTQModel, AutoGPTQ, AutoAWQ and compressed-tensors keep a packed copy of their weight
+    (:class:`cutlass_ops.Packed`), which takes as much memory again: docs/packed.md names their classes.
     :func:`unpatch` undoes it.
 
     A fused MLP does not call the layers inside it. If they get hooks, adapters or another forward later, the MLP runs
@@ -104,6 +123,11 @@ def patch(model: Any, *, fold_norms: bool = False, verbose: bool = True, dry_run
         much memory as they do. In eager mode, the copy is renewed if a parameter has changed or gradients were
         recorded; a compiled program keeps its copy. See :func:`cutlass_ops.nn.fold_norms`. PyTorch still computes
         Qwen3's ``q_norm`` and ``k_norm``.
+    sparse : bool
+        Whether linear layers whose weights are 2:4 sparse compute with a sparse copy (:class:`cutlass_ops.Sparse`), in
+        calls without gradients of the weight. The copy takes 0.56 of the weight's memory, which the layer keeps. It is
+        made again if the weight has changed; a weight that is 2:4 sparse no longer is then an error. An MLP is fused if
+        all of its layers have such copies, or none. Layers that are fused already stay so: call :func:`unpatch` first.
     verbose : bool
         Whether to print what is fused.
     dry_run : bool
@@ -146,7 +170,7 @@ def patch(model: Any, *, fold_norms: bool = False, verbose: bool = True, dry_run
         if is_fused or rule is not None:
             _drop_class_forward(module)
         if rule is not None and not _forward_refuses(module) and not rule._refuses(module):
-            _exchange(module, rule)
+            _exchange(module, _Sparse if sparse and rule is _Linear and _is_pruned(module.weight) else rule)
     if fold_norms:
         for layer in model.modules():
             if isinstance(layer, _DecoderLayer) and layer._fused_ops == (None,) and not _projections_refuse(layer):
@@ -381,6 +405,43 @@ class _Linear(_Fused):
         return apply(self._fused_ops, input, weight, self.bias, None)
 
 
+class _Sparse(_Linear):
+    """A linear layer whose weight is 2:4 sparse. It keeps its own weight beside the stored elements."""
+
+    _rule, _what = "Sparse", "a GEMM of its 2:4 sparse weight"
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        return epilogues.linear_ops(None), Folded()
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        ops, weight = self._fused_ops[0], self.weight
+        if needs_pytorch(input, weight):
+            return _as_before(self, input)
+        sparse = self._own_weight(input)
+        if sparse is None:
+            return apply(ops, input, weight, self.bias, None)
+        return multiplied(ops, input, sparse, self.bias)
+
+    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+        weight: Tensor = self.weight
+        if needs_pytorch(x, weight) or casting.any_autocast() or x.dtype is not weight.dtype:
+            return None
+        if weight.requires_grad and torch.is_grad_enabled():
+            return None
+        copy: Folded = self._fused_ops[1]
+        found: Sparse | None = copy.current(lambda: Sparse.from_dense(weight.t()), lambda: (weight,))
+        return found
+
+
+def _is_pruned(weight: Tensor) -> bool:
+    """Whether a weight (N, K) is 2:4 sparse along K, in a type that kernels have."""
+    n, k = weight.shape
+    if weight.dtype not in (torch.float16, torch.bfloat16) or weight.is_meta or not n or not k or k % sparsity.STEP:
+        return False
+    return sparsity.too_many(weight.detach() != 0) is None
+
+
 class _Conv1D(_Linear):
     """transformers' linear layer of GPT-2, whose weight is (K, N)."""
 
@@ -393,6 +454,57 @@ class _Conv1D(_Linear):
         return apply(self._fused_ops, x, weight, self.bias, None, readable)
 
 
+class _Copy:
+    """The packed form of a quantised layer's weight, made again if its tensors change."""
+
+    def __init__(self, layer: Any, of: quantized.Format) -> None:
+        self._format, self._folded = of, Folded()
+        self._dtype: torch.dtype | None = None  # of x, once a call has said it
+        self._folded.fold(lambda: quantized.pack(layer, of), lambda: quantized.sources(layer, of))
+
+    def of(self, layer: Any, dtype: torch.dtype) -> Packed | None:
+        """Return it for a type of x; None if its tensors were made in inference mode, which counts no changes."""
+        found = self._folded.current(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
+        if found is not None and found.dtype is not dtype and not torch.compiler.is_compiling():
+            self._dtype = dtype
+            found = self._folded.fold(lambda: self._made(layer), lambda: quantized.sources(layer, self._format))
+        return found if found is None or found.dtype is dtype else None
+
+    def _made(self, layer: Any) -> Packed:
+        return quantized.pack(layer, self._format, self._dtype)
+
+
+class _Quantized(_Fused):
+    """A linear layer of GPTQ, AWQ or compressed-tensors. It keeps its own tensors beside the packed weight."""
+
+    _rule, _fits, _what = "Quantized", tuple(quantized.KNOWN), "a GEMM of its packed weight"
+
+    @staticmethod
+    def _refuses(module: Any) -> str:
+        of = quantized.format_of(module._original if isinstance(module, _Fused) else type(module))
+        assert of is not None
+        return "" if isinstance(module, _Fused) else quantized.refuses(module, of)
+
+    @staticmethod
+    def _ops_of(module: Any) -> tuple[Any, ...]:
+        of = quantized.format_of(type(module))
+        assert of is not None
+        return epilogues.linear_ops(None), _Copy(module, of)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        packed = self._own_weight(x)
+        return _as_before(self, x) if packed is None else multiplied(self._fused_ops[0], x, packed, self.bias)
+
+    def _own_weight(self: Any, x: Tensor) -> OwnWeight | None:
+        """Return the packed weight for x; None if the layer must compute as before."""
+        if not isinstance(x, Tensor) or x.dtype not in (torch.float16, torch.bfloat16) or is_foreign(x):
+            return None
+        if casting.any_autocast() or not quantized.serves(x.device) or getattr(self, "adapter", None):
+            return None
+        copy: _Copy = self._fused_ops[1]
+        return copy.of(self, x.dtype)
+
+
 class _GatedMLP(_Fused):
     _rule, _fits = "GatedMLP", tuple(f"{name}MLP" for name in _HUGGING_FACE)
     _what = "gate and up with the activation between them, then down"
@@ -401,15 +513,26 @@ class _GatedMLP(_Fused):
     def _refuses(module: Any) -> str:
         if _activation(module.act_fn) is None:
             return f"its activation is {type(module.act_fn).__name__}"
-        return _layers_refuse("Linear", (module.gate_proj, module.up_proj, module.down_proj))
+        layers = module.gate_proj, module.up_proj, module.down_proj
+        if all(isinstance(layer, _Quantized | _Sparse) for layer in layers):
+            return "its layers have hooks or other forwards" if is_watched(*layers) else ""
+        return _layers_refuse("Linear", layers)
 
     @staticmethod
     def _ops_of(module: Any) -> tuple[Any, ...]:
-        return type(module.act_fn), (gated_ops(_activation(module.act_fn)), epilogues.linear_ops(None))
+        activation = _activation(module.act_fn)
+        return type(module.act_fn), (gated_ops(activation), epilogues.linear_ops(None)), gate_and_up(activation)
 
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        kind, ops = self._fused_ops
-        gate, up, down, activation = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
+        kind, ops, own_ops = self._fused_ops
+        gate, up, down, activation = layers = self.gate_proj, self.up_proj, self.down_proj, self.act_fn
+        if all(type(x) is getattr(x, "_exact", None) and x._rule in ("Quantized", "Sparse") for x in layers[:3]):
+            known = type(activation) is kind and not is_watched(*layers)
+            forms: Any = [layer._own_weight(x) for layer in layers[:3]] if known else [None]
+            if None not in forms:
+                of_gate = multiplied(own_ops[0], x, forms[0], gate.bias)
+                of_up = multiplied(own_ops[1], x, forms[1], up.bias, inputs=[of_gate])
+                return multiplied(ops[1], of_up, forms[2], down.bias, residual)
         known = type(activation) is kind and are_read(_READ["Linear"], gate, up, down)
         if known and not is_watched(activation):
             weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
@@ -621,16 +744,27 @@ _ACTIVATIONS = {
 _ATTENTIONS = tuple(f"{name}Attention" for name in _HUGGING_FACE)
 _NORMS = tuple(f"{name}RMSNorm" for name in _HUGGING_FACE)
 
-_RULES: tuple[type[_Fused], ...] = (_Linear, _Conv1D, _GatedMLP, _Gpt2MLP, _DecoderLayer, _Attention)
+_RULES: tuple[type[_Fused], ...] = (
+    _Linear,
+    _Sparse,
+    _Conv1D,
+    _Quantized,
+    _GatedMLP,
+    _Gpt2MLP,
+    _DecoderLayer,
+    _Attention,
+)
 _BY_NAME = {rule._rule: rule for rule in _RULES}
 # An entry also holds for the modules inside.
 _MLPS = (_GatedMLP, _Gpt2MLP, MLP, GatedMLP, NormLinear)
-_OURS = (Linear, MLP, GatedMLP, NormLinear, DecoderBlock)
+_OURS = (Linear, MLP, GatedMLP, NormLinear, DecoderBlock, PackedLinear, SparseLinear)
 
 
 def _rule_of(module: nn.Module) -> type[_Fused] | None:
     kind = type(module)
     name, home = kind.__name__, kind.__module__
+    if quantized.format_of(kind) is not None:
+        return _Quantized
     for rule in _RULES:
         if name in rule._fits and (kind is nn.Linear if name == "Linear" else home.startswith("transformers.")):
             return rule

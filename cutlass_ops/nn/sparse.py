@@ -13,14 +13,15 @@ from cutlass_ops.nn import epilogues, parallel
 from cutlass_ops.nn.linear import Activated
 from cutlass_ops.nn.reading import rows
 from cutlass_ops.run.gemm import flattened
-from cutlass_ops.run.sparse import Sparse
+from cutlass_ops.run.sparse import Sparse, sparsify
 
 
 class SparseLinear(Activated, torch.nn.Module):
     """activation(x @ weight + bias) + residual, of a weight with two of each four elements along K, in one kernel.
 
-    The weight is frozen, and no gradient passes through the layer. Its tensors are buffers: they are moved and saved
-    with the module. A state dict also has a tensor ``form``, which loading compares with the layer's own.
+    Gradients pass through the layer. By default its own tensors are buffers, and so frozen: they are moved and saved
+    with the module. With `trained`, stored elements and bias are parameters, which keep their places: the layer is
+    trained with a fixed mask. A state dict also has a tensor ``form``, which loading compares with the layer's own.
 
     Parameters
     ----------
@@ -33,6 +34,8 @@ class SparseLinear(Activated, torch.nn.Module):
     epilogue : Epilogue, optional
         In place of an activation: D = epilogue(x @ weight + bias) + residual. Its inputs are passed to the call by
         name. It has D as its only output.
+    trained : bool
+        Whether the stored elements and the bias are parameters. The weight is then in BF16 or FP16.
 
     Attributes
     ----------
@@ -67,6 +70,7 @@ class SparseLinear(Activated, torch.nn.Module):
         *,
         activation: str | None = None,
         epilogue: Epilogue | None = None,
+        trained: bool = False,
     ) -> None:
         if not isinstance(sparse, Sparse):
             raise TypeError(f"sparse must be a cutlass_ops.Sparse, not {type(sparse).__name__}")
@@ -76,9 +80,55 @@ class SparseLinear(Activated, torch.nn.Module):
         super().__init__()
         self._set_activation(activation)
         self._epilogue, self._ops, self._dtype = epilogue, ops, sparse.dtype
-        for name, tensor in sparse.tensors().items():
-            self.register_buffer(name, tensor)
-        self.register_buffer("bias", bias)
+        if trained and sparse.dtype.itemsize == 1:
+            raise TypeError(
+                f"trained is True, and sparse is in {sparse.dtype}, which has no gradients: use BF16 or FP16"
+            )
+        for name, tensor in {**sparse.tensors(), "bias": bias}.items():
+            if trained and tensor is not None and name in ("values", "bias"):
+                self.register_parameter(name, torch.nn.Parameter(tensor))
+            else:
+                self.register_buffer(name, tensor)
+
+    @classmethod
+    def of(
+        cls,
+        layer: torch.nn.Linear,
+        *,
+        prune: bool = False,
+        activation: str | None = None,
+        epilogue: Epilogue | None = None,
+        trained: bool = False,
+    ) -> SparseLinear:
+        """Return the layer of a linear one, to replace it. :func:`cutlass_ops.patch` keeps the weight instead.
+
+        Parameters
+        ----------
+        layer : torch.nn.Linear
+            The layer, whose weight is 2:4 sparse, in BF16 or FP16. It is not changed.
+        prune : bool
+            Whether to prune its weight by magnitude, as :func:`cutlass_ops.sparsify` does. Otherwise a weight that is
+            not 2:4 sparse is an error.
+        activation, epilogue, trained
+            As for the class.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `layer` is no linear layer, or its weight does not fit. The message says where.
+
+        Examples
+        --------
+        >>> layer = torch.nn.Linear(64, 16, dtype=torch.bfloat16)
+        >>> co.nn.SparseLinear.of(layer, prune=True).sparse.shape
+        torch.Size([64, 16])
+        """
+        if not isinstance(layer, torch.nn.Linear):
+            raise TypeError(f"layer is a {type(layer).__name__}: pass a torch.nn.Linear")
+        make = sparsify if prune else Sparse.from_dense
+        bias: Any = layer.bias
+        sparse, bias = make(layer.weight.t()), None if bias is None else bias.detach().clone()
+        return cls(sparse, bias, activation=activation, epilogue=epilogue, trained=trained)
 
     @property
     def sparse(self) -> Sparse:

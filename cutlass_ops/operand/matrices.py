@@ -79,6 +79,7 @@ class Matrix:
     takes: ClassVar[Mapping[str, Kind]] = {}
     # None if the tensor has the matrix's shape.
     held: ClassVar[Held | None] = None
+    trains: ClassVar[bool] = False  # whether a tensor with another shape has a gradient, of that shape
 
     @classmethod
     def element_of(cls, name: str, tensor: Tensor, allowed: Sequence[DType] = HELD) -> DType:
@@ -136,6 +137,10 @@ class Matrix:
         """Return the numbers that it stands for, as the Tensor Cores multiply them; by default in its own dtype."""
         found = as_multiplied(self.tensor, self.element)
         return found if dtype is None else found.to(dtype)
+
+    def held_of(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the tensor, from that of the matrix, if a weight in a form of its own `trains`."""
+        raise NotImplementedError
 
     def factors(self, dtype: torch.dtype) -> Tensor | None:
         """Return what sums over each BLOCK_K of K are multiplied by, (rows or columns, steps); None for 1."""
@@ -359,7 +364,7 @@ class Sparse(Matrix):
     """
 
     takes: ClassVar[Mapping[str, Kind]] = {"b": Kind.META_B}
-    held = Held(2, None)
+    held, trains = Held(2, None), True
 
     @classmethod
     def of_further(cls, of_a: torch.dtype) -> torch.dtype:  # noqa: D102
@@ -413,6 +418,11 @@ class Sparse(Matrix):
         (meta,) = self.further.values()
         found = sparsity.dense(self.tensor.t(), meta).t()
         return found if dtype is None else found.to(dtype)
+
+    def held_of(self, gradient: Tensor) -> Tensor:  # noqa: D102
+        # An optimiser that changes stored elements keeps their places: it trains with a fixed mask.
+        (meta,) = self.further.values()
+        return sparsity.stored(gradient.t(), meta, self.tensor.itemsize).t()
 
 
 _WITH_PARTS: tuple[type[Matrix], ...] = (BlockScaled, PackedI4, PackedU4, PackedE2M1, Sparse)

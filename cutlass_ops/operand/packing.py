@@ -33,7 +33,6 @@ MOST_ZERO = 16  # zero points of GPTQ's first version go up to this
 # What the conversion adds to a number.
 _ADDED = {torch.bfloat16: 128, torch.float16: 1024}
 _DEVIATION = 5.0  # of random numbers, about
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def require_extents(n: int, k: int) -> None:
@@ -49,13 +48,6 @@ def packed(codes: Tensor) -> Tensor:
     require_extents(n, k)
     of = codes.view(n // LINE, 2, 8, k // PIECE, 4, 2, 4, 2).permute(0, 3, 2, 6, 4, 7, 5, 1)
     return (of[..., 0] | of[..., 1] << 4).reshape(n, k // 2)
-
-
-def unpacked(values: Tensor) -> Tensor:
-    """Return the numbers that :func:`packed` took."""
-    n, k = values.shape[0], 2 * values.shape[1]
-    of = values.reshape(n // LINE, k // PIECE, 8, 4, 4, 2, 2)
-    return torch.stack((of & 15, of >> 4), -1).permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(n, k)
 
 
 def packed_scales(scale: Tensor, zero: Tensor | None = None) -> Tensor:
@@ -93,15 +85,21 @@ def dequantized(values: Tensor, scale: Tensor, element: DType, dtype: torch.dtyp
     """
     dtype = scale.dtype if dtype is None else dtype
     of, zero = unpacked_scales(scale, 2 if element is u4 else 1)
-    codes, group = unpacked(values), 2 * values.shape[1] // of.shape[1]
+    n, groups = of.shape
+    numbers = _of_bytes(element, dtype, values.device)[values.reshape(-1).int()]
+    found = numbers.view(n // LINE, -1, 8, 4, 4, 2, 2, 2).permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(n, groups, -1)
+    if zero is not None:
+        found = found - zero.to(dtype)[..., None]
+    return (found * of.to(dtype)[..., None]).flatten(1)
 
-    def spread(x: Tensor) -> Tensor:
-        return x.to(dtype).repeat_interleave(group, 1)
 
+def _of_bytes(element: DType, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return both numbers of each byte, (256, 2). It is computed where it is needed: CUDA graphs allow no copies."""
+    codes = torch.arange(16, device=device)
     if element is e2m1:
-        numbers = torch.tensor(_E2M1, dtype=dtype, device=codes.device)[codes.int()]
-    elif zero is None:
-        numbers = codes.to(dtype) - BIAS
+        size, exponent = codes & 7, (codes >> 1 & 3).to(dtype)
+        size = torch.where(size < 2, size * 0.5, (1 + (codes & 1) * 0.5) * torch.exp2(exponent - 1)).to(dtype)
+        numbers = torch.where(codes < 8, size, -size)
     else:
-        numbers = codes.to(dtype) - spread(zero)
-    return numbers * spread(of)
+        numbers = (codes - (0 if element is u4 else BIAS)).to(dtype)
+    return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), -1)

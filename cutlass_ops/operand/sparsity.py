@@ -54,7 +54,7 @@ def require_extents(n: int, k: int) -> None:
 
 def kept(w: Tensor) -> Tensor:
     """Return which elements of (N, K) are kept: the two largest of each group by magnitude, earlier ones if equal."""
-    of = _grouped(w.float().abs().nan_to_num(nan=torch.inf)).unbind(-1)
+    of = _grouped(w.float().abs().nan_to_num(torch.inf, torch.inf)).unbind(-1)
     found = []
     for i, mine in enumerate(of):
         ahead = torch.stack([other >= mine if j < i else other > mine for j, other in enumerate(of) if j != i])
@@ -74,16 +74,16 @@ def too_many(chosen: Tensor) -> tuple[int, int] | None:
 def compressed(w: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return the stored elements (N, K / 2), and their metadata, of a weight (N, K) with two chosen of each group.
 
-    Chosen elements that are 0, of either sign, are as if they were not chosen.
+    Chosen elements that are 0 keep their place, and become +0.
     """
-    groups, bits = _grouped(w), _grouped(chosen & (w.float() != 0))
+    groups, bits = _grouped(w), _grouped(chosen)
     weights = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=w.device)
     codes = (bits.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
     first, second = (torch.tensor(table, device=w.device)[codes.int()] for table in (_FIRST, _SECOND))
     places = torch.stack((first, second), -1)
     # As whole numbers, which every device gathers. What is not chosen becomes 0.
     as_bits = groups.view(torch.int16 if w.itemsize == 2 else torch.uint8)
-    values = torch.where(bits, as_bits, 0).gather(-1, places).flatten(1).view(w.dtype)
+    values = torch.where(bits & (groups.float() != 0), as_bits, 0).gather(-1, places).flatten(1).view(w.dtype)
     return values, packed((first | second << 2).to(torch.uint8), w.itemsize)
 
 
@@ -108,6 +108,18 @@ def unpacked(meta: Tensor, n: int, k: int, itemsize: int) -> Tensor:
     inner = (4, 2, 4) if itemsize == 2 else (2, 2, 8)
     of = nibbles.reshape(rows, -1, 4, 8, *inner).permute(0, 2, 5, 3, 1, 4, 6)
     return of.reshape(rows * BLOCK, -1)[:n, : k // GROUP]
+
+
+def stored(w: Tensor, meta: Tensor, itemsize: int) -> Tensor:
+    """Return the elements (N, K / 2) of a matrix (N, K) at the places that metadata of `itemsize` bytes name."""
+    bits = unpacked(meta, w.shape[0], w.shape[1], itemsize).long()
+    return _grouped(w).gather(-1, torch.stack((bits & 3, bits >> 2), -1)).flatten(1)
+
+
+def updated(w: Tensor, meta: Tensor) -> Tensor:
+    """Return the stored elements (N, K / 2) of a weight (N, K) at the places that metadata name. -0 becomes +0."""
+    as_bits = w.contiguous().view(torch.int16 if w.itemsize == 2 else torch.uint8)
+    return stored(torch.where(w.float() != 0, as_bits, 0), meta, w.itemsize).view(w.dtype)
 
 
 def dense(values: Tensor, meta: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def _grouped(of: Operands, a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_whole_lines(x: Tensor) -> Tensor:
-    """Return a tensor, or a copy, whose lines begin at multiples of 16 bytes, as PyTorch's grouped products need them."""
+    """Return a tensor, or a copy, whose lines begin at multiples of 16 bytes: PyTorch's groups need that."""
     lines, step = (x if x.stride(-1) == 1 else x.mT), 16 // x.element_size()
     if lines.stride(-1) == 1 and all(at % step == 0 for at in (*lines.stride()[:-1], x.storage_offset())):
         return x

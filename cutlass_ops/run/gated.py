@@ -16,15 +16,16 @@ from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.operand.results import RowStatistic
 from cutlass_ops.run import norms, scaled, traced, weights
+from cutlass_ops.run.gemm import gemm
 from cutlass_ops.run.ops import Instead, Op, graph_op
 from cutlass_ops.run.requests import prepared_by
-from cutlass_ops.run.values import PreparedWeight, Scaled, parts
+from cutlass_ops.run.values import OperandA, OperandB, OwnWeight, PreparedWeight, parts
 
 
 def _prepare_swiglu(
-    a: Tensor | Scaled,
-    b_gate: Tensor | Scaled | PreparedWeight,
-    b_up: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b_gate: Any,
+    b_up: Any,
     gamma: Tensor | None,
     eps: float | None,
     rstd: RowStatistic | Tensor | None,
@@ -33,6 +34,11 @@ def _prepare_swiglu(
     out: Any,
     out_dtype: torch.dtype | None,
 ) -> tuple[Op, tuple[Any, ...]]:
+    for name, b in (("b_gate", b_gate), ("b_up", b_up)):
+        if is_in_own_form(b):
+            raise TypeError(
+                f"{name} is a {type(b).__name__}, so each weight has a GEMM of its own: ask for each of them"
+            )
     normed = eps is not None or rstd is not None
     folded = any(isinstance(b, PreparedWeight) and b.folded for b in (b_gate, b_up))
     if not normed and (gamma is not None or folded):
@@ -65,9 +71,9 @@ def _prepare_swiglu(
 
 @overload
 def gemm_swiglu(
-    a: Tensor | Scaled,
-    b_gate: Tensor | Scaled | PreparedWeight,
-    b_up: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b_gate: OperandB,
+    b_up: OperandB,
     gamma: Tensor | None = None,
     *,
     eps: float | None = None,
@@ -82,9 +88,9 @@ def gemm_swiglu(
 
 @overload
 def gemm_swiglu(
-    a: Tensor | Scaled,
-    b_gate: Tensor | Scaled | PreparedWeight,
-    b_up: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b_gate: OperandB,
+    b_up: OperandB,
     gamma: Tensor | None = None,
     *,
     eps: float | None = None,
@@ -99,9 +105,9 @@ def gemm_swiglu(
 
 @prepared_by(_prepare_swiglu)
 def gemm_swiglu(
-    a: Tensor | Scaled,
-    b_gate: Tensor | Scaled | PreparedWeight,
-    b_up: Tensor | Scaled | PreparedWeight,
+    a: OperandA,
+    b_gate: OperandB,
+    b_up: OperandB,
     gamma: Tensor | None = None,
     *,
     eps: float | None = None,
@@ -116,14 +122,15 @@ def gemm_swiglu(
 
     With `eps` or `rstd`, an RMSNorm is applied to a first, as in :func:`cutlass_ops.rmsnorm_gemm`. For another gate,
     write an epilogue with a ``Product``. Two GEMMs run instead of one if the weights are contiguous along N, if lines
-    of the result are not aligned to 16 bytes, with `amax`, with FP64 or 3xTF32, or before Hopper. They write and read
-    one more tensor, silu(a @ b_gate), rounded to a's dtype, or to BF16 if that is FP8.
+    of the result are not aligned to 16 bytes, with `amax`, with FP64 or 3xTF32, before Hopper, or if a weight is a
+    :class:`cutlass_ops.Packed` or a :class:`cutlass_ops.Sparse`, which take no norm. They write and read one more
+    tensor, silu(a @ b_gate), rounded to a's dtype, or to BF16 if that is FP8.
 
     Parameters
     ----------
     a : Tensor or Scaled
         (..., K), FP16, BF16, INT8, FP64, FP32 with `math`, or on Hopper FP8. A scale is a number, or one for each row.
-    b_gate, b_up : Tensor, Scaled or PreparedWeight
+    b_gate, b_up : Tensor, Scaled, PreparedWeight, Packed or Sparse
         (K, N) each, of a's dtype and the same major. Both may be results of :func:`cutlass_ops.prepare`. If a is
         scaled, both are: by a number, or one for each column. Once checked, messages call them ``b`` and ``up``.
     gamma : Tensor, optional
@@ -166,8 +173,24 @@ def gemm_swiglu(
     >>> co.gemm_swiglu(a, co.prepare(b_gate, gamma), co.prepare(b_up, gamma), eps=1e-6).shape
     torch.Size([1, 4])
     """
+    if is_in_own_form(b_gate) or is_in_own_form(b_up):
+        others = {"gamma": gamma, "eps": eps, "rstd": rstd, "scale_out": scale_out, "amax": amax or None}
+        taken = next((name for name, value in others.items() if value is not None), None)
+        if taken is not None:
+            which = b_gate if is_in_own_form(b_gate) else b_up
+            raise TypeError(
+                f"{taken} is given, and a weight is a {type(which).__name__}, beside which it is not fused: leave "
+                f"{taken} out, and compute it before or after"
+            )
+        gate = gemm(a, b_gate, epilogue=composed.swiglu_gate, math=math)
+        return gemm(a, b_up, epilogue=composed.swiglu_up, out=out, out_dtype=out_dtype, math=math, gate=gate)
     op, arguments = _prepare_swiglu(a, b_gate, b_up, gamma, eps, rstd, scale_out, amax, out, out_dtype)
     return op(*arguments, out=out, out_dtype=out_dtype, math=math)
+
+
+def is_in_own_form(b: object) -> bool:
+    """Whether a weight is in a form of its own, such as packed, whose kernels have one product."""
+    return isinstance(b, OwnWeight) and not isinstance(b, PreparedWeight)
 
 
 @traced.remembered

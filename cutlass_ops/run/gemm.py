@@ -35,8 +35,12 @@ def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[
     values_a, scale_a = a if isinstance(a, Scaled) else (a, None)
     values_b: Any = b
     scale_b: Any = None
+    further: tuple[Any, ...] = ()
     if isinstance(b, Scaled):
         values_b, scale_b = b
+        if isinstance(values_b, OwnWeight) and values_b.takes_scale:
+            values_b, part = values_b.parts
+            further = (part,)
     elif isinstance(b, OwnWeight):
         values_b, scale_b = b.parts
     has_scales = scale_a is not None or scale_b is not None
@@ -52,11 +56,12 @@ def flattened(epilogue: Given, name: str, a: Any, b: Any, groups: Any) -> tuple[
     op, a_has_one, fitted = known
     ends = () if groups is None else (groups.offsets if groups.counts is None else groups.counts,)
     if scale_a is None:
-        return op, (values_a, values_b, *ends) if scale_b is None else (values_a, values_b, *ends, scale_b)
+        given = (values_a, values_b, *ends, *further)
+        return op, given if scale_b is None else (*given, scale_b)
     if fitted is not None:
         scale_b = fitted(values_a, scale_a, values_b, scale_b)
     of_a: Any = scale_a
-    return op, (values_a, values_b, *ends, of_a.squeeze() if a_has_one else of_a, scale_b)
+    return op, (values_a, values_b, *ends, *further, of_a.squeeze() if a_has_one else of_a, scale_b)
 
 
 # How a call is flattened: its op, whether a's scale is a tensor of one element with dimensions, and what brings b's
@@ -73,9 +78,10 @@ def _kind(epilogue: Any, name: str, given_b: Any, b: Any, groups: Any, tensors: 
         return None
     if not isinstance(b, Tensor) or (type(given_b) is PreparedWeight and given_b.column_sum is not None):
         return None
-    found: list[Any] = [epilogue, name, type(given_b), b.dim()]
-    if isinstance(given_b, OwnWeight):
-        found.append(given_b.numbers)
+    of_b = given_b.values if type(given_b) is Scaled else given_b
+    found: list[Any] = [epilogue, name, type(given_b), type(of_b), b.dim()]
+    if isinstance(of_b, OwnWeight):
+        found.append(of_b.numbers)
     if groups is not None:
         if type(groups) is not Groups or type(groups.expected) not in (int, type(None)):
             return None
@@ -96,9 +102,16 @@ def _kind(epilogue: Any, name: str, given_b: Any, b: Any, groups: Any, tensors: 
 
 def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a: Any, b: Any, scale_b: Any) -> _Known:
     form = _form(groups, b)
-    before = given_b.before(a, scale_a) if isinstance(given_b, OwnWeight) else None
+    own = given_b.values if isinstance(given_b, Scaled) else given_b
+    has_form = isinstance(own, OwnWeight) and (own is given_b or own.takes_scale)
+    before = own.before(a, scale_a, None if own is given_b else scale_b) if has_form else None
+    if before is not None and groups is not None:
+        raise TypeError(
+            f"b is {before.name}, and groups of rows have no kernels for such weights: call gemm for each group, with "
+            "its rows and its own weight"
+        )
     expected = None if groups is None else of_groups.settled(groups.expected)
-    if before is not None or (scale_a is None and scale_b is None):
+    if (before is not None and own is given_b) or (scale_a is None and scale_b is None):
         return op_for(epilogue, form, before, expected, name), False, None
     from cutlass_ops.run import scaled  # late: its epilogues take tracing
 
@@ -108,14 +121,17 @@ def _made(epilogue: Given, name: str, given_b: Any, groups: Any, a: Any, scale_a
     found, fitted = scale_b, None
     if isinstance(given_b, PreparedWeight):
         found, fitted = scaled.of_prepared(a, scale_a, b, scale_b), scaled.of_prepared
-    scales = scaled.scales_of(a, b, scale_a, found, groups=groups is not None)
+    # A weight in a form of its own has no scales of blocks.
+    scales: Any = scaled.scales_of(a, b if before is None else own, scale_a, found, groups=groups is not None)
     if groups is not None and not scales[2]:
         found, fitted = scaled.of_columns(a, scale_a, b, scale_b), scaled.of_columns
     elif groups is None and scales[1] and isinstance(b, Tensor) and b.ndim == found.ndim == 2:
         found, fitted = found[0], scaled.of_row
     elif fitted is None and not scales[2] and scaled.is_one(scale_b):
         found, fitted = scale_b.squeeze(), scaled.of_one
-    has_one = not scales[2] and scaled.is_one(scale_a)
+    has_one = not (scales[0] or scales[2]) and scaled.is_one(scale_a)
+    if before is not None:
+        scales = scaled.after(before, scales)
     return op_for(epilogue, form, scales, expected, name), has_one, None if found is scale_b else fitted
 
 

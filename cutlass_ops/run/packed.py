@@ -30,6 +30,7 @@ _GREATEST, _MOST = 7, 15
 # Columns of AWQ's eight numbers in 32 bits, those of the lowest bits first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MX_GROUP, _MX_BIAS = 32, 127
+_NV_GROUP = 16
 
 
 def _scaled(kind: Kind) -> Epilogue:
@@ -47,13 +48,14 @@ class Packed(OwnWeight):
 
     Pass it to :func:`cutlass_ops.gemm` as b, with any epilogue. It represents number * scale, or (number - zero point)
     * scale. N must be a multiple of 16, and K of 64. Make one by :meth:`from_dense`, :meth:`from_gptq`,
-    :meth:`from_awq`, :meth:`from_compressed_tensors` or :meth:`from_mxfp4`. They compute on the device of their
-    arguments, and take a few times the weight's memory.
+    :meth:`from_awq`, :meth:`from_compressed_tensors`, :meth:`from_mxfp4` or :meth:`from_nvfp4`. They compute on the
+    device of their arguments, and take a few times the weight's memory.
 
     In kernels for many rows, number times scale is rounded once, to the type of a, as a user would dequantise a weight.
     Kernels for up to 16 rows multiply FP32 sums of each group by its scale instead, which rounds nothing of the weight.
 
-    Gradients, batches and groups of rows are not supported.
+    Gradients pass to a and to the epilogue's inputs. For that of a, the backward dequantises the weight and multiplies
+    by a GEMM in a's type. Values and scale are frozen. Batches and groups of rows are not supported.
 
     Attributes
     ----------
@@ -127,7 +129,7 @@ class Packed(OwnWeight):
     def parts(self) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         return self.values, self.scale
 
-    def before(self, a: Any, scale_a: Any) -> Epilogue:  # noqa: D102
+    def before(self, a: Any, scale_a: Any, scale_b: Any = None) -> Epilogue:  # noqa: D102
         if scale_a is not None:
             raise TypeError("a has a scale, and b is packed: pass a in FP16 or BF16, without a scale")
         given: tuple[tuple[str, Any], ...] = (("b", self.values), ("scale_b", self.scale))
@@ -412,10 +414,8 @@ class Packed(OwnWeight):
         >>> co.Packed.from_mxfp4(blocks, scales).dequantize()[:2, 0].tolist()
         [1.0, 2.0]
         """
-        if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8 or blocks.ndim not in (2, 3):
-            raise TypeError(f"blocks must be (N, K / 32, 16) or (N, K / 2) in torch.uint8, not {_shown(blocks)}")
-        blocks = blocks.flatten(1)
-        n, k = blocks.shape[0], 2 * blocks.shape[1]
+        codes = _codes_of_fp4(blocks, _MX_GROUP)
+        n, k = codes.shape
         _require_matrix("scales", scales, (torch.uint8, torch.float8_e8m0fnu))
         _require_shape("scales", scales, (n, k // _MX_GROUP))
         if dtype not in _16_BITS:
@@ -426,8 +426,51 @@ class Packed(OwnWeight):
         found = scale.to(dtype)
         if dtype == torch.float16 and bool(((found.double() != scale) & ~scale.isnan()).any()):
             raise ValueError("scales has some that FP16 cannot hold, below 2^-24 or above 2^15: use BF16")
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).reshape(n, k)
         return _of(codes, found, None, _MX_GROUP, "e2m1")
+
+    @classmethod
+    def from_nvfp4(
+        cls, blocks: Tensor, scales: Tensor, scale: Tensor | float, *, dtype: torch.dtype = torch.bfloat16
+    ) -> Packed:
+        """Pack a weight of NVFP4: FP4 (E2M1), with an E4M3 scale for each 16 along K and an FP32 scale of the tensor.
+
+        The product of both scales is rounded once, to the type of a: by at most 2^-8 of it in BF16, and 2^-11 in FP16.
+
+        Parameters
+        ----------
+        blocks : Tensor
+            (N, K / 16, 8) or (N, K / 2), UINT8: two numbers along K in a byte, the first in the lower bits.
+        scales : Tensor
+            (N, K / 16), ``torch.float8_e4m3fn``, in the order of the matrix: not swizzled.
+        scale : Tensor or float
+            The scale of the tensor, by which others are multiplied. compressed-tensors stores its inverse: pass
+            ``1 / weight_global_scale``.
+        dtype : torch.dtype
+            The type of a. FP16 refuses products of scales above 65504, and rounds those below 2^-14 by more.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit.
+
+        Examples
+        --------
+        >>> blocks = torch.full((16, 32), 0x21, dtype=torch.uint8)  # 0.5, 1.0, and so on
+        >>> scales = torch.full((16, 4), 4.0).to(torch.float8_e4m3fn)
+        >>> co.Packed.from_nvfp4(blocks, scales, 0.5).dequantize()[:2, 0].tolist()
+        [1.0, 2.0]
+        """
+        codes = _codes_of_fp4(blocks, _NV_GROUP)
+        n, k = codes.shape
+        _require_matrix("scales", scales, (torch.float8_e4m3fn,))
+        _require_shape("scales", scales, (n, k // _NV_GROUP))
+        if isinstance(scale, Tensor) and scale.numel() != 1:
+            raise ValueError(f"scale has shape {tuple(scale.shape)}: NVFP4 has one scale of the tensor")
+        wide = scales.double() * (scale.double().reshape(()) if isinstance(scale, Tensor) else scale)
+        found = _rounded(wide, dtype)
+        if bool((found.isinf() & ~wide.isinf()).any()):
+            raise ValueError("scales times scale has some above 65504, which FP16 cannot hold: use BF16")
+        return _of(codes, found, None, _NV_GROUP, "e2m1")
 
 
 # ---- How weights are packed ------------------------------------------------------------------------------------------
@@ -456,6 +499,16 @@ def _divided(x: Tensor, scale: Tensor) -> Tensor:
     """Return x / scale as whole numbers; 0 where the scale is 0."""
     by = scale.float()[..., None]
     return torch.where(by == 0, 0.0, x / by).round_()
+
+
+def _codes_of_fp4(blocks: object, group: int) -> Tensor:
+    """Return the codes (N, K) of two numbers along K in each byte."""
+    if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8 or blocks.ndim not in (2, 3):
+        raise TypeError(
+            f"blocks must be (N, K / {group}, {group // 2}) or (N, K / 2) in torch.uint8, not {_shown(blocks)}"
+        )
+    blocks = blocks.flatten(1)
+    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
 
 
 def _nibbles(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.operand import watching
+from cutlass_ops.operand.matrices import operand
 from cutlass_ops.operand.tensors import require_tensor
 from cutlass_ops.run import casting, gathering, grouped_backward, little, portable, traced
 from cutlass_ops.run.backward import (
@@ -91,7 +92,9 @@ def _recorder_of(
             "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
             "another dtype and quantise it by cutlass_ops.quantize"
         )
-    _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
+    given = dict(zip(("a", "b", *names), (a, b, *tensors), strict=True))
+    _refuse_fp8(called.graph, given, out_dtype)
+    _refuse_frozen(called.graph, given)
     wrt = wanted(names, tensors)
     if called.form == GROUPED:
         grouped_backward.require(called, wrt)
@@ -104,11 +107,6 @@ def _recorder_of(
         by_pytorch = little.plain(called, out_dtype, a)
         found = called.recorders[kind] = OpRecorder(called, names, places, wrt, forward, out_dtype, by_pytorch)
     return found
-
-
-def _narrow(x: Tensor) -> str:
-    """Return what an operand of 8 bits or less is, and what has no gradients, for messages."""
-    return "packed, and its products" if x.dtype == torch.uint8 else f"{x.dtype}, and products in 8 bits"
 
 
 def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype | None) -> None:
@@ -126,11 +124,25 @@ def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype |
     if copies:
         raise ValueError(f"the output {copies[0]} is in FP8, and no gradient passes through it: {outside}")
     for name in ("a", "b"):
-        if given[name].dtype.itemsize == 1:
+        # Bytes hold a weight's packed numbers.
+        if given[name].dtype.itemsize == 1 and given[name].dtype != torch.uint8:
             wrt = next(n for n, x in given.items() if watching.is_differentiated(x))
             raise ValueError(
-                f"{wrt} requires grad and {name} is {_narrow(given[name])} have no gradients. "
+                f"{wrt} requires grad and {name} is {given[name].dtype}, and products in 8 bits have no gradients. "
                 f"{outside[0].upper()}{outside[1:]}, or pass {wrt}.detach()"
+            )
+
+
+def _refuse_frozen(graph: Graph, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a call needs the gradient of a weight in a form of its own."""
+    of_b = operand("b", given["b"], graph, given)
+    if of_b.held is None:
+        return
+    for name in (*(() if of_b.trains else ("b",)), *graph.parts):
+        if watching.is_differentiated(given[name]):
+            raise ValueError(
+                f"{name} requires grad, and a weight in a form of its own is frozen: pass {name}.detach(), or train an "
+                "adapter beside it"
             )
 
 
@@ -187,7 +199,9 @@ class OpRecorder(Recorder):
         plain: Plain | None,
     ) -> None:
         products = called.graph.products
-        super().__init__([(1, "b"), *((at, name) for at, name in enumerate(names, 2) if name in products)])
+        # A weight in a form of its own has a gradient of that form, to which no kernel adds.
+        of_b = [] if called.graph.parts else [(1, "b")]
+        super().__init__([*of_b, *((at, name) for at, name in enumerate(names, 2) if name in products)])
         self.called, self.names, self.places, self.wrt, self.forward = called, names, places, wrt, forward
         self.out_dtype, self.plain = out_dtype, plain
 
@@ -227,14 +241,22 @@ class OpRecorder(Recorder):
         found = forward.vjp_asked(self.wrt, names, of, kept)
         inputs = traced.inputs_of(list(named.values()), asked.numbers, self.places)
         make = grouped_backward.GroupedStep if self.called.form == GROUPED else step_of
-        step = make(self.called, a, b, dict(zip(self.called.inputs, inputs, strict=True)))
+        values = dict(zip(self.called.inputs, inputs, strict=True))
+        of_b = operand("b", b, self.called.graph, values)
+        # Only forwards have kernels that read it. A bias alone needs no product.
+        if of_b.held is not None and (found.again or not names.isdisjoint(("a", "b"))):
+            b = of_b.values(a.dtype)
+        step = make(self.called, a, b, values)
         del a  # the step holds it, and frees it
         step.spent = forward.spent(kept) if asked.spends else ()
         leaves = step.gradients(found, of, kept)
         of.clear()
         kept.clear()
         step.spent = ()  # another tensor may lie at their addresses from here on
-        return step.of_operands(leaves, named, self.wrt, into, names)
+        gradients = step.of_operands(leaves, named, self.wrt, into, names)
+        if of_b.held is not None and gradients[1] is not None:
+            gradients[1] = of_b.held_of(gradients[1])
+        return gradients
 
 
 class _Recorded(torch.autograd.Function):

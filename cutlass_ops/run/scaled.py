@@ -97,7 +97,17 @@ def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any, *, groups: bool = Fals
     """Return which scales a call has. Raises ValueError if only one operand has scales of blocks."""
     refuse_shapeless(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     blocks = (_groups_have_blocks if groups else _have_blocks)(a, b, scale_a, scale_b)
-    return not blocks and is_vector(scale_a), not blocks and is_vector(scale_b), blocks
+    if blocks:
+        return False, False, True
+    of_columns = is_vector(scale_b)
+    # A single row's scale beside those of columns is a row's: the kernels of other numbers of rows serve it.
+    return is_vector(scale_a) or (of_columns and _is_of_one_row(a, scale_a)), of_columns, False
+
+
+def _is_of_one_row(a: Any, scale: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(scale, Tensor) and scale.ndim > 0 and sizes.has_one_element(scale)):
+        return False
+    return all(extent == 1 for extent in a.shape[:-1])
 
 
 def _have_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
@@ -208,6 +218,13 @@ def scaling(scales: Scales | Epilogue) -> Epilogue:
 
 
 @functools.lru_cache(maxsize=1024)
+def after(before: Epilogue, scales: Scales) -> Epilogue:
+    """Return the epilogue of two scales after another one, which takes what a weight in a form of its own needs."""
+    scaled = scaling(scales)
+    return Epilogue(before.name, f"{before.doc} Then scales.", before.graph.then(scaled.graph))
+
+
+@functools.lru_cache(maxsize=1024)
 def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     """Return the epilogue of scales, with another one after it. Raises ValueError if that cannot follow."""
     scaled, name, graph = scaling(scales), epilogue.name, epilogue.graph
@@ -221,6 +238,12 @@ def followed(scales: Scales | Epilogue, epilogue: Epilogue) -> Epilogue:
     taken = sorted(_OWN & {i.name for i in graph.inputs})
     if taken:
         raise ValueError(f"{name} has an input {', '.join(taken)}, as scaled operands have: rename the input")
+    if graph.products and isinstance(scales, Epilogue):
+        raise ValueError(
+            f"{name} has the product {graph.products[0]}, and b is {scales.name}, whose kernels have one product: call "
+            "gemm for each weight, the second time with an epilogue that takes the first result as a Tile; gemm_swiglu "
+            "does that"
+        )
     if graph.products:
         raise ValueError(
             f"{name} has the product {graph.products[0]}, which has scales of its own: write all scales into the "

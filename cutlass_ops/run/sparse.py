@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor
 from torch.utils import _pytree
 
-from cutlass_ops.base.dtypes import SPARSE
+from cutlass_ops.base.dtypes import FP8, SPARSE
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
@@ -24,6 +24,7 @@ from cutlass_ops.run.packed import _is_plain, _require_matrix
 from cutlass_ops.run.values import OwnWeight, _named
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, t.torch_name) for t in SPARSE)
+_FP8 = tuple(getattr(torch, t.torch_name) for t in FP8)
 _SPARSE = Epilogue(
     "sparse",
     "D = A @ B, where B is a 2:4 sparse weight.",
@@ -40,13 +41,13 @@ class Sparse(OwnWeight):
     :func:`cutlass_ops.sparsify`, which prunes a weight, or of a pruned one by :meth:`from_dense` and
     :meth:`from_semi_structured`.
 
-    Gradients, batches, groups of rows and :class:`cutlass_ops.Scaled` are not supported. Scales of an FP8 or INT8
-    product are inputs of the epilogue.
+    Batches and groups of rows are not supported. An FP8 or INT8 weight with a scale for each column, or one, is
+    ``co.Scaled(sparse, scale)``. Types of FP8 may be mixed.
 
     Attributes
     ----------
     values : Tensor
-        (K / 2, N), in BF16, FP16, ``torch.float8_e4m3fn`` or INT8, the type of a; contiguous along K. The stored
+        (K / 2, N), in BF16, FP16, FP8 or INT8, the type of a; contiguous along K. The stored
         elements, in their order.
     meta : Tensor
         (N / 64, 8 K), UINT8, N rounded up to 64 and K to 128. Where the stored elements are, in an order of kernels.
@@ -72,6 +73,7 @@ class Sparse(OwnWeight):
     values: Tensor
     meta: Tensor
     version: int = sparsity.VERSION
+    takes_scale = True
 
     def __post_init__(self) -> None:
         if self.version != sparsity.VERSION:
@@ -102,16 +104,25 @@ class Sparse(OwnWeight):
     def parts(self) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         return self.values, self.meta
 
-    def before(self, a: Any, scale_a: Any) -> Epilogue:  # noqa: D102
-        if scale_a is not None:
-            raise TypeError("a has a scale, and b is sparse: pass a's values, and scales as inputs of an epilogue")
+    def before(self, a: Any, scale_a: Any, scale_b: Any = None) -> Epilogue:  # noqa: D102
+        if scale_a is not None and scale_b is None:
+            raise TypeError(
+                "a has a scale, and b, which is sparse, has none: pass cutlass_ops.Scaled(b, scale_b), or "
+                "cutlass_ops.Scaled(b, 1.0) if it has no scale"
+            )
+        if any(isinstance(x, Tensor) and x.ndim > 1 and x.shape[at] != 1 for x, at in ((scale_a, -1), (scale_b, 0))):
+            raise ValueError(
+                "a or b has scales of blocks, and b is sparse, whose sums are those of all of K: use a scale for each "
+                "row of a and each column of b, as from cutlass_ops.Scaled.quantize(x, block=None)"
+            )
         given: tuple[tuple[str, Any], ...] = (("b", self.values), ("meta_b", self.meta))
         for name, x in given:
             if x is None:
                 raise TypeError(f"{name} is missing: a Sparse has values and meta")
             require_tensor(name, x)
-        if isinstance(a, Tensor) and a.dtype is not self.values.dtype:
-            raise TypeError(f"a is {a.dtype}, and b is sparse in {self.values.dtype}: convert one of them")
+        both = (self.values.dtype, getattr(a, "dtype", self.values.dtype))
+        if both[0] is not both[1] and not all(x in _FP8 for x in both):
+            raise TypeError(f"a is {both[1]}, and b is sparse in {both[0]}: convert one of them")
         return _SPARSE
 
     # ---- As a matrix ----
@@ -146,6 +157,61 @@ class Sparse(OwnWeight):
         [0.0, -3.0, 2.0, 0.0]
         """
         return sparsity.dense(self.values.t(), self.meta).t()
+
+    @torch.no_grad()
+    def update_(self, w: Tensor, *, prune: bool = False) -> Sparse:
+        """Take the elements of a weight in place, as after a step of an optimiser that changes a dense weight.
+
+        It is one kernel, about as fast as a copy, and a CUDA graph may capture it. The kernel is compiled at the first
+        call, and PyTorch serves until it is there. Programs of ``torch.compile`` and ``torch.export`` do not contain
+        it: call it between them.
+
+        Parameters
+        ----------
+        w : Tensor
+            (K, N), in this weight's dtype and on its device, contiguous along K: ``weight.t()`` of a linear layer. Its
+            lines begin at multiples of 16 bytes.
+        prune : bool
+            Whether the two of largest magnitude in each group are kept from now on, as by :func:`sparsify`. By default,
+            elements at the stored places are taken, whatever the others are.
+
+        Returns
+        -------
+        Sparse
+            This weight.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If w does not fit. The message says what to do.
+        CompileError, ToolchainError, StoreError, LoadError
+            If the kernel cannot be compiled, stored or loaded, and PyTorch may not serve (``CUTLASS_OPS_STAND_IN=0``).
+
+        Examples
+        --------
+        >>> w = torch.tensor([1.0, -3.0, 2.0, 0.5] * 8).repeat(4, 1).bfloat16().t()
+        >>> sparse = co.sparsify(w)
+        >>> sparse.update_(1 / w).to_dense()[:4, 0].tolist()
+        [0.0, -0.333984375, 0.5, 0.0]
+        >>> sparse.update_(1 / w, prune=True).to_dense()[:4, 0].tolist()
+        [1.0, 0.0, 0.0, 2.0]
+        """
+        from cutlass_ops.run import compressing  # late: few programs change a weight
+
+        _require_matrix("w", w, (self.dtype,))
+        if w.shape != self.shape or w.device != self.device:
+            raise ValueError(
+                f"w has shape {tuple(w.shape)} on {w.device}, and this weight {tuple(self.shape)} on {self.device}: "
+                "they must be the same"
+            )
+        line = w.stride(1) * w.itemsize if w.shape[1] > 1 else 0
+        if w.stride(0) != 1 or line % 16 or w.data_ptr() % 16:
+            raise ValueError(
+                f"w has strides {w.stride()}: lines must be contiguous along K, and begin at multiples of 16 bytes: "
+                "pass w.t().contiguous().t()"
+            )
+        compressing.compress(w.t(), self.values.t(), self.meta, prune=prune)
+        return self
 
     # ---- In files ----
 
@@ -184,7 +250,7 @@ class Sparse(OwnWeight):
         Parameters
         ----------
         w : Tensor
-            (K, N), in BF16, FP16, ``torch.float8_e4m3fn`` or INT8: ``weight.t()`` of a linear layer.
+            (K, N), in BF16, FP16, FP8 or INT8: ``weight.t()`` of a linear layer.
 
         Raises
         ------
@@ -238,7 +304,7 @@ def sparsify(w: Tensor, mask: Tensor | None = None) -> Sparse:
     Parameters
     ----------
     w : Tensor
-        (K, N), in BF16, FP16, ``torch.float8_e4m3fn`` or INT8: ``weight.t()`` of a linear layer. K must be a multiple
+        (K, N), in BF16, FP16, FP8 or INT8: ``weight.t()`` of a linear layer. K must be a multiple
         of 32.
     mask : Tensor, optional
         (K, N), bool: which elements are kept, at most two of each four along K.

@@ -6,7 +6,7 @@ PyTorch's tracers must know these classes before they meet one, so the library i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ class Scaled(NamedTuple):
 
     Attributes
     ----------
-    values : Tensor
-        FP8, INT8, or any other type that :func:`cutlass_ops.gemm` takes, with the shape that it has there.
+    values : Tensor or Sparse
+        FP8, INT8, or any other type that :func:`cutlass_ops.gemm` takes, with the shape that it has there. b may be a
+        :class:`cutlass_ops.Sparse`, without scales of blocks.
     scale : Tensor or float
         A number or a tensor of one element. Or one for each row of a, (..., M); for each column of b, (N,), or (..., N)
         with batches or groups. Types are FP32, FP16 and BF16. Or block scales of FP8 in FP32, with any strides, of both
@@ -52,7 +53,7 @@ class Scaled(NamedTuple):
     torch.Size([4, 384])
     """
 
-    values: Tensor
+    values: Any
     scale: Tensor | float
 
     @classmethod
@@ -122,17 +123,20 @@ class Scaled(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """The shape of the values."""
-        return self.values.shape
+        found: torch.Size = self.values.shape
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the values."""
-        return self.values.dtype
+        found: torch.dtype = self.values.dtype
+        return found
 
     @property
     def device(self) -> torch.device:
         """The device of the values."""
-        return self.values.device
+        found: torch.device = self.values.device
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,20 +181,22 @@ class Groups:
 class OwnWeight:
     """A weight in a form of its own: a matrix, and perhaps a further tensor.
 
-    `numbers` says what the matrix stores if its type does not.
+    `numbers` says what the matrix stores if its type does not, and `takes_scale` whether it may be the values of a
+    :class:`Scaled`. Then it has a further tensor.
     """
 
     numbers: str = ""
+    takes_scale: ClassVar[bool] = False
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """Return what is multiplied, and the tensor that the call's epilogue takes for it, if any."""
         raise NotImplementedError
 
-    def before(self, a: Any, scale_a: Any) -> Epilogue | None:
+    def before(self, a: Any, scale_a: Any, scale_b: Any = None) -> Epilogue | None:
         """Return the epilogue that takes its further tensor, before the call's own; None for that of two scales.
 
-        Raises TypeError or ValueError if A, or A's scale, does not fit.
+        Raises TypeError or ValueError if A, A's scale, or that which a :class:`Scaled` gives it, does not fit.
         """
         return None
 
@@ -236,7 +242,7 @@ class PreparedWeight(OwnWeight):
     def parts(self) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         return self.matrix, self.scale
 
-    def before(self, a: Any, scale_a: Any) -> Epilogue | None:  # noqa: D102
+    def before(self, a: Any, scale_a: Any, scale_b: Any = None) -> Epilogue | None:  # noqa: D102
         if self.column_sum is not None:
             raise TypeError("b is prepared for a LayerNorm: call layernorm_gemm, or pass prepare(w, dtype=...)")
         return None

@@ -49,6 +49,8 @@ READER = r"""
 #include <sstream>
 #include <string>
 
+#include "cutlass/numeric_types.h"
+
 CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
 
 using namespace cutlass_ops;

@@ -16,6 +16,8 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <cstring>
 
+#include "cutlass/numeric_types.h"
+
 CUTLASS_OPS_TYPE(float, kDLFloat)
 CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
 

@@ -73,7 +73,7 @@ class Placed:
         """Count elements that were written outside of the view, or of its parts at some indices."""
         rest = self.bits.clone()
         for index in own or (...,):
-            self.inside(rest)[index].fill_(self.poison)
+            self.inside(rest)[index] = self.poison
         return int((rest != self.poison).sum())
 
     def assert_only(self, *own: Any, what: str = "") -> None:
@@ -160,6 +160,42 @@ class Memory:
     def values(self, shape: Sequence[int], dtype: torch.dtype, size: float = 1.0) -> Tensor:
         """Draw normal numbers, contiguous; of INT8 any."""
         return values(shape, dtype, size, self.device)
+
+    def factors(self, shape: Sequence[int]) -> Tensor:
+        """Draw what results are scaled by, in FP32."""
+        return torch.rand(tuple(shape), device=self.device) + 0.25
+
+
+# Up to where a type has every whole number; of FP32, where TF32 has.
+_EVERY = {torch.float8_e5m2: 8, torch.float8_e4m3fn: 16, torch.int8: 127, torch.bfloat16: 256}
+_EVERY_OF_OTHERS = 2048
+
+
+@dataclass(frozen=True)
+class WholeMemory(Memory):
+    """Draws whole numbers, three quarters of them zeros, and powers of two as factors: results have one right value.
+
+    Attributes
+    ----------
+    largest : int
+        The largest number that is drawn, before `size` multiplies it.
+    """
+
+    largest: int = 1
+
+    def values(self, shape: Sequence[int], dtype: torch.dtype, size: float = 1.0) -> Tensor:
+        """Draw whole numbers, times `size`."""
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        ends = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+        most = min(self.largest, _EVERY.get(dtype, _EVERY_OF_OTHERS), int(ends / size))
+        drawn = torch.randint(1, most + 1, tuple(shape), device=self.device).to(wide)
+        # Of eight cases, one is positive and one negative.
+        sign = torch.randint(0, 8, tuple(shape), device=self.device)
+        return torch.where(sign == 0, drawn, torch.where(sign == 1, -drawn, 0.0)) * size
+
+    def factors(self, shape: Sequence[int]) -> Tensor:
+        """Draw powers of two from 1 to 16."""
+        return 2.0 ** torch.randint(0, 5, tuple(shape), device=self.device).float()
 
 
 def values(shape: Sequence[int], dtype: torch.dtype, size: float = 1.0, device: str = "cuda") -> Tensor:

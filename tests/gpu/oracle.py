@@ -80,7 +80,7 @@ def why_not(found: Tensor, wanted: Tensor, sums: float = _SIXTEEN_BITS, moved: T
     near_the_end = (wanted.abs() / about.max - 1).abs() < (WORST * (about.eps + sums) if about.bits > 8 else 0.0)
     if moved is not None:  # a sum near 0 times a great scale
         near_the_end |= (wanted.abs() - moved.abs() <= about.max) & (wanted.abs() + moved.abs() >= about.max)
-    alike = (finite & bool(sums)) | (x == stored) | (x.isnan() & stored.isnan()) | near_the_end
+    alike = (x == stored) | (x.isnan() & stored.isnan()) | ((finite | near_the_end) & bool(sums))
     saturated = stored.where(wanted.abs() > about.max, wanted)
     difference, size = ((y.where(finite, 0.0)) for y in (x - saturated, saturated))
     slack = torch.zeros_like(size) if moved is None else moved.abs().where(finite, 0.0)

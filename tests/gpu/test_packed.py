@@ -19,6 +19,7 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.kinds.legality import is_legal
 from cutlass_ops.operand import packing
 from cutlass_ops.run import packed as of_packed
+from tests.unit import test_quantized_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -226,6 +227,69 @@ def test_a_graph_replays_with_other_values() -> None:
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out.double(), x.double() @ weight.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("numbers", ["int4", "uint4", "e2m1"])
+@pytest.mark.parametrize("m", [4, 100])
+def test_gradients_pass_through_a(numbers: str, m: int) -> None:
+    """Three steps, of which the last runs without the Python of the first ones; and dequantising on the GPU."""
+    weight = _weight(_spec(_ROWS(), numbers), 272, 512, exact=False)
+    host = co.Packed(weight.values.cpu().t().contiguous().t(), weight.scale.cpu(), weight.group, weight.numbers)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(weight.dequantize(dtype).cpu(), host.dequantize(dtype))
+    w = weight.dequantize(torch.float64)
+    g = torch.randn(m, 272, device="cuda").bfloat16()
+    for _ in range(3):
+        x = torch.randn(m, 512, device="cuda").bfloat16().requires_grad_()
+        bias = torch.randn(272, device="cuda").bfloat16().requires_grad_()
+        co.gemm(x, weight, epilogue=turned, bias=bias).backward(g)
+        assert x.grad is not None
+        assert bias.grad is not None
+        wanted = g.double().unflatten(1, (-1, 2)).flip(2).flatten(1) @ w.t()
+        assert (x.grad.double() - wanted).norm() <= 0.01 * wanted.norm()
+        assert (bias.grad.double() - g.double().sum(0)).norm() <= 0.01 * g.double().sum(0).norm()
+
+
+@pytest.mark.parametrize("m", [4, 100])
+def test_swiglu_of_packed_weights(m: int) -> None:
+    gate, up = (_weight(_spec(_ROWS(), numbers), 272, 512, exact=False) for numbers in ("int4", "uint4"))
+    x = (torch.randn(m, 512, device="cuda") / 32).bfloat16()
+    found = co.gemm_swiglu(x, gate, up)
+    of_gate, of_up = (x.double() @ each.dequantize(torch.float64) for each in (gate, up))
+    wanted = torch.nn.functional.silu(of_gate) * of_up
+    assert (found.double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("form", test_quantized_models.LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_quantised_llama_gives_its_logits(form: str, dtype: torch.dtype) -> None:
+    model, tokens = test_quantized_models._llama(form, dtype), test_quantized_models.TOKENS.cuda()
+    wanted = test_quantized_models._exact(model).cuda()(input_ids=tokens).logits
+    model = co.patch(model.cuda(), verbose=False)
+    for _ in range(2):
+        for layer in test_quantized_models._quantised(model):
+            layer.called = False
+        logits = model(input_ids=tokens).logits
+        assert not any(layer.called for layer in test_quantized_models._quantised(model))
+        assert (logits.double() - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_a_step_is_captured() -> None:
+    """A forward and its backward, in one CUDA graph."""
+    weight = _weight(_spec(_ROWS()), 272, 512, exact=False)
+    x = torch.randn(100, 512, device="cuda").bfloat16().requires_grad_()
+    g, graph = torch.randn(100, 272, device="cuda").bfloat16(), torch.cuda.CUDAGraph()
+
+    def step() -> Tensor:
+        return torch.autograd.grad(co.gemm(x, weight), x, g)[0]
+
+    for _ in range(3):
+        wanted = step()
+    with torch.cuda.graph(graph):
+        found = step()
+    found.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(found, wanted)
 
 
 def test_packing_is_the_same_on_both_devices() -> None:

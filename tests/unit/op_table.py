@@ -432,14 +432,15 @@ def rows(M: int = M, N: int = N, K: int = K) -> dict[str, Row]:  # noqa: N803
             in_blocks,
         ),
         "packed": Row(
-            co.gemm, lambda: {"a": draw(M, WIDE), **packed(True)}, of_packed, {"numbers": "int4"}, within=0.01
+            co.gemm, lambda: {"a": draw(M, WIDE), **packed(True)}, of_packed, {"numbers": "int4"}, within=0.01,
+            grads="a",
         ),
         "packed, zero points": Row(
             co.gemm, lambda: {"a": draw(M, WIDE), **packed(False), "bias": draw(N)}, of_packed,
-            {"numbers": "uint4", "epilogue": biased}, within=0.01,
+            {"numbers": "uint4", "epilogue": biased}, within=0.01, grads="a bias",
         ),
         "sparse": Row(
-            co.gemm, lambda: {"a": draw(M, WIDE), **sparse()}, of_sparse, {"numbers": "sparse"}, within=0.01
+            co.gemm, lambda: {"a": draw(M, WIDE), **sparse()}, of_sparse, {"numbers": "sparse"}, within=0.01, grads="a"
         ),
         "FP8 result": Row(co.gemm, _dense(), dense, {"out_dtype": E4M3}),
         "quantised": Row(

@@ -36,9 +36,7 @@ def _predicted(row):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "mma", [mma for mma in MMAS if not (mma.packed or mma.sparse)], ids=lambda mma: f"{mma.a}-{mma.b}"
-)
+@pytest.mark.parametrize("mma", [mma for mma in MMAS if not mma.own], ids=lambda mma: f"{mma.a}-{mma.b}")
 @pytest.mark.parametrize("majors", [("row", "col"), ("row", "row"), ("col", "row"), ("col", "col")], ids="-".join)
 @pytest.mark.parametrize("alignments", [(16, 16), (8, 16), (16, 4), (2, 2)], ids=str)
 def test_it_says_what_the_rules_of_our_kernels_say(mma, majors, alignments):

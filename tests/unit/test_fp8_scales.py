@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.run import gemm
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 M, N, K = 32, 48, 256
@@ -198,3 +199,20 @@ def test_a_transposed_operand_keeps_its_scale():
     for found in (co.Scaled(values, scale).mT, co.Scaled(values[0], scale).t()):
         assert (found.shape[-2:], found.scale is scale) == ((16, 8), True)
     assert torch.equal(co.Scaled(values[0], scale).t().t().values, values[0])
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
+def test_a_single_row_with_a_scale_is_served_by_the_kernels_of_many(shape):
+    """An op of its own would compile as many kernels again for this number of rows alone."""
+    (x, _), (w, of_w) = drawn(1), (drawn()[1], torch.rand(N))
+
+    def op_of(x, scale):
+        return gemm.flattened(None, "", co.Scaled(x, scale), co.Scaled(w, of_w), None)
+
+    op, (_, _, scale, _) = op_of(x, torch.rand(shape))
+    assert scale.shape == shape
+    assert op is op_of(torch.cat([x, x]), torch.rand(2))[0]
+    assert op is not op_of(x, torch.rand(()))[0]
+    found = co.gemm(co.Scaled(x, torch.full(shape, 0.5)), co.Scaled(w, of_w))
+    exact = x.double() @ w.double() * 0.5 * of_w
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2)

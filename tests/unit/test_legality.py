@@ -370,6 +370,7 @@ NEIGHBOURS = [
     ("sparse", sparse(k=64), sparse(k=192)),
     ("sparse", sparse(k=128, **SPARSE_I8), sparse(k=64, **SPARSE_I8)),
     ("sparse", sparse(n=192, k=64, schedule="pingpong"), sparse(n=200, k=64, schedule="pingpong")),
+    ("sparse", sparse(n=192, k=64, schedule="pingpong"), sparse(n=192, k=128, schedule="pingpong")),
     ("scaling", sparse(), sparse(b="bf16s.col.blocks128x64")),
     ("packed_rows", few(), few(a="bf16.row.align4")),
     ("packed_rows", few(), few(inputs={"scale_b": "f16"})),

@@ -6,6 +6,7 @@ What is wanted is computed here, element by element, from what the form's first 
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +17,24 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 import cutlass_ops as co
-from cutlass_ops.choose import policies
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError, UnsupportedError
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.declare.compressing import CompressSpec
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.quantizing import declaration_from_json
 from cutlass_ops.kinds.legality import is_legal
+from cutlass_ops.kinds.render import render
+from cutlass_ops.kinds.sm90 import sparse as sm90_sparse
 from cutlass_ops.kinds.sm90.timer import Sm90Timer
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.operand import reference, sparsity
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import sparse as of_sparse
 from cutlass_ops.tuner import trial
-from tests.unit.signatures import H200
+from tests.unit.signatures import A100, H200
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
+DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 @co.epilogue
@@ -77,7 +84,7 @@ def test_a_mask_decides() -> None:
     assert torch.equal(co.sparsify(w, mask).to_dense(), w * mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_a_negative_zero_is_no_value(dtype: torch.dtype) -> None:
     w = torch.tensor([-0.0, 1.0, -0.0, 2.0] * 8)[:, None].repeat(1, 3).to(dtype)
     sparse = co.Sparse.from_dense(w)
@@ -136,6 +143,20 @@ def test_rows_of_a_block_are_a_weight_of_their_own() -> None:
     assert torch.equal(part.to_dense(), sparse.to_dense()[:, 64:128])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("prune", [False, True])
+def test_a_weight_is_updated_in_place(dtype: torch.dtype, prune: bool) -> None:
+    before, after = (_weight(130, 224, dtype, seed).t().contiguous().t() for seed in (0, 1))
+    sparse = co.sparsify(before)
+    at = sparse.values.data_ptr(), sparse.meta.data_ptr(), sparse.values._version
+    places = co.Sparse(torch.ones_like(sparse.values), sparse.meta).to_dense().double()
+    assert sparse.update_(after, prune=prune) is sparse
+    assert (sparse.values.data_ptr(), sparse.meta.data_ptr()) == at[:2]
+    assert sparse.values._version > at[2]  # autograd refuses a backward that saved the former ones
+    assert torch.equal(sparse.to_dense().double(), _pruned(after) if prune else after.double() * places)
+    assert not sparse.to_dense().float().signbit().logical_and(sparse.to_dense().float() == 0).any()
+
+
 # ---- Calls on the CPU ------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +190,40 @@ def test_scales_are_inputs_of_an_epilogue() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale_b", ["columns", "line", "number", "tensor", "one"])
+@pytest.mark.parametrize("scale_a", ["rows", "number", "one"])
+def test_scales_as_those_of_dense_operands(scale_a: str, scale_b: str) -> None:
+    x, w = _weight(128, 4, torch.float8_e5m2), _weight(32, 128, torch.float8_e4m3fn)
+    of_a = {"rows": torch.rand(4), "number": 0.5, "one": torch.tensor([0.5])}[scale_a]
+    columns = torch.rand(32)
+    of_b: Any = {
+        "columns": columns,
+        "line": columns[None],
+        "number": 2.0,
+        "tensor": torch.tensor(2.0),
+        "one": torch.tensor([2.0]),
+    }[scale_b]
+    weight, bias = co.Scaled(co.sparsify(w), of_b), torch.randn(32).bfloat16()
+    found = co.gemm(co.Scaled(x, of_a), weight, epilogue=bias_silu, bias=bias, out_dtype=torch.float32)
+    scales = torch.as_tensor(of_a).reshape(-1, 1).double() * torch.as_tensor(of_b).double()
+    wanted = torch.nn.functional.silu(x.double() @ _pruned(w) * scales + bias.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    dense = co.gemm(co.Scaled(x, of_a), co.Scaled(_pruned(w).to(w.dtype).t().contiguous().t(), of_b))
+    assert torch.equal(co.gemm(co.Scaled(x, of_a), weight), dense)
+
+
+def test_a_scaled_weight_is_exported() -> None:
+    x = co.Scaled(_weight(128, 4, torch.int8), torch.rand(4))
+    weight = co.Scaled(co.sparsify(_weight(32, 128, torch.int8)), torch.rand(32))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: co.Scaled, weight: co.Scaled) -> Tensor:
+            return co.gemm(x, weight)
+
+    program = torch.export.export(Layer(), (x, weight))
+    assert torch.equal(program.module()(x, weight), co.gemm(x, weight))
+
+
 def test_compiled_and_exported() -> None:
     sparse, x = co.sparsify(_weight(48, 64)), torch.randn(4, 64).bfloat16()
 
@@ -191,10 +246,62 @@ def test_saved_and_loaded() -> None:
     assert torch.equal(loaded.to_dense(), sparse.to_dense())
 
 
-def test_gradients_are_refused() -> None:
-    sparse, x = co.sparsify(_weight(48, 64)), torch.randn(4, 64).bfloat16().requires_grad_()
+@co.epilogue
+def trained(acc: co.types.Value, bias: co.Row, alpha: co.Scalar, residual: co.Tile) -> co.types.Value:
+    """gelu(alpha acc + bias) + residual."""
+    return co.e.gelu(acc * alpha + bias) + residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_those_of_the_pruned_weight(dtype: torch.dtype) -> None:
+    """Those of stored elements are the weight's where the mask is. Later steps run what the first ones recorded."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    sparse = co.sparsify(normal(64, 48))
+    weight = sparse.to_dense()
+    mask = weight != 0
+    for step in range(4):
+        x, bias, residual = (each.requires_grad_() for each in (normal(2, 5, 64), normal(48), normal(2, 5, 48)))
+        values = sparse.values.detach().requires_grad_(step != 2)
+        given = {"bias": bias, "residual": residual, "alpha": 0.5}
+        d = co.gemm(x, co.Sparse(values, sparse.meta), epilogue=trained, **given)
+        exact = [each.detach().double().requires_grad_() for each in (x, bias, residual, weight)]
+        wanted = torch.nn.functional.gelu(exact[0] @ exact[3] * 0.5 + exact[1]) + exact[2]
+        of_d = normal(2, 5, 48)
+        d.backward(of_d)
+        wanted.backward(of_d.double())
+        found = [x.grad, bias.grad, residual.grad]
+        if step != 2:
+            assert values.grad is not None
+            # A group's two places name elements that the mask keeps, in this weight without zeros.
+            found.append(co.Sparse(values.grad.t().contiguous().t(), sparse.meta).to_dense())
+        for ours, theirs in zip(found, exact, strict=False):
+            assert ours is not None
+            assert theirs.grad is not None
+            whole = theirs.grad * mask if theirs is exact[3] else theirs.grad
+            assert (ours.double() - whole).norm() <= 0.01 * whole.norm()
+
+
+def test_training_keeps_the_mask() -> None:
+    """An element that is 0 now keeps its place: the next step may change it."""
+    w = torch.zeros(32, 8).bfloat16()
+    w[0] = 1.0
+    mask = (torch.arange(32) % 4 % 3 == 0)[:, None].expand(32, 8)
+    sparse = co.sparsify(w, mask)
+    values = sparse.values.detach().requires_grad_()
+    optimizer = torch.optim.SGD([values], lr=1.0)
+    co.gemm(torch.ones(4, 32).bfloat16(), co.Sparse(values, sparse.meta)).sum().backward()
+    optimizer.step()
+    assert torch.equal(co.Sparse(values.detach(), sparse.meta).to_dense(), w - 4 * mask)
+
+
+def test_gradients_of_8_bits_are_refused() -> None:
+    sparse, x = co.sparsify(_weight(48, 64, torch.int8)), _weight(64, 4, torch.int8)
     with pytest.raises(ValueError, match="no gradient"):
-        co.gemm(x, sparse)
+        co.gemm(x, sparse, epilogue=bias_silu, bias=torch.ones(48, requires_grad=True))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3", "i8"])
@@ -216,7 +323,7 @@ def test_the_tuner_draws_sparse_weights(dtype: str, monkeypatch: pytest.MonkeyPa
 # ---- Kernels that serve ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3", "i8"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3", "e5m2", "i8"])
 @pytest.mark.parametrize("m", [1, 16, 64, 300, 1024, 8192])
 def test_a_kernel_is_chosen_for_any_rows(m: int, dtype: str) -> None:
     signature = signature_of(call_at(of_sparse._SPARSE.graph, Problem(m, 4096, 4096), dtype, "row", "col"), H200)
@@ -224,6 +331,21 @@ def test_a_kernel_is_chosen_for_any_rows(m: int, dtype: str) -> None:
     assert isinstance(found, co.Sm90Config)
     assert found.swap_ab
     assert is_legal(signature.spec(found, "sm_90a"))
+
+
+def test_ampere_is_refused_with_what_to_do() -> None:
+    problem = Problem(64, 256, 512)
+    signature = signature_of(call_at(of_sparse._SPARSE.graph, problem, "bf16", "row", "col"), A100)
+    _refused(r"sparse weight needs wgmma.*to_dense\(\)", UnsupportedError, dispatch.choose, signature, A100, problem)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "i8", "bf16", "f16"])
+def test_instructions_of_chosen_kernels_overlap(dtype: str) -> None:
+    """No kernel of any table takes more registers than ptxas can have two steps in flight with."""
+    signature = signature_of(call_at(of_sparse._SPARSE.graph, Problem(1, 4096, 4096), dtype, "row", "col"), H200)
+    kernels = [c for c in policies.policy(signature, H200).kernels if isinstance(c, co.Sm90Config)]
+    assert len(kernels) > 50
+    assert max(sum(sm90_sparse._registers(c)) for c in kernels) <= 198
 
 
 def test_half_of_the_products_and_of_the_bytes_are_expected() -> None:
@@ -270,11 +392,37 @@ def test_bad_calls_are_named() -> None:
     good, x = co.sparsify(_weight(48, 128)), torch.randn(4, 128)
     _refused("a is torch.float32", TypeError, co.gemm, x, good)
     _refused("sparse in torch.bfloat16", TypeError, co.gemm, x.half(), good)
-    _refused("a has a scale", TypeError, co.gemm, co.Scaled(x.bfloat16(), 1.0), good)
+    one = co.Scaled(x.bfloat16(), 1.0)
+    _refused(r"has none: pass cutlass_ops\.Scaled\(b", TypeError, co.gemm, one, good)
+    _refused("scale_a is missing", TypeError, co.gemm, x.bfloat16(), co.Scaled(good, 1.0))
+    _refused(r"Packed, which has scales", TypeError, co.gemm, one, co.Scaled(co.Packed.from_dense(_weight(48, 128)), 1))
+    blocks = co.Scaled.quantize(torch.randn(4, 256))
+    eight = co.sparsify(_weight(48, 256, torch.float8_e4m3fn))
+    _refused("block=None", ValueError, co.gemm, blocks, co.Scaled(eight, 1.0))
+    _refused("block=None", ValueError, co.gemm, co.Scaled(blocks.values, 1.0), co.Scaled(eight, torch.rand(2, 48)))
     _refused("K", ValueError, co.gemm, x.bfloat16()[:, :64], good)
     _refused("math", TypeError, co.gemm, x.bfloat16(), good, math="tf32")
     ends = torch.tensor([2, 4], dtype=torch.int32)
     _refused("sparse|groups", (TypeError, ValueError), co.gemm, x.bfloat16(), good, groups=co.Groups(ends))  # type: ignore[arg-type]
+
+
+def test_declarations_of_updates() -> None:
+    spec = CompressSpec(dtypes.e4m3, True, "sm_90")
+    assert declaration_from_json(json.loads(spec.canonical())) == spec
+    assert "Compress<cutlass::float_e4m3_t, true>" in render(spec)
+    _refused("f32 is not stored 2:4 sparse", ConfigError, CompressSpec, dtypes.f32, True, "sm_90")
+    _refused("target is 'sm_1'", ConfigError, CompressSpec, dtypes.i8, True, "sm_1")
+    bad: list[Any] = [{"w": "bf16"}, {"w": "e9", "prune": True}, {"w": "bf16", "prune": 1}, None]
+    for of in bad:
+        _refused("compression", ConfigError, declaration_from_json, {"compress": of, "target": "sm_90"})
+
+
+def test_bad_updates_are_named() -> None:
+    good, w = co.sparsify(_weight(48, 128)), _weight(48, 128)
+    _refused("w is torch.float16", TypeError, good.update_, w.half())
+    _refused("w has shape", ValueError, good.update_, w[:64])
+    _refused("contiguous along K", ValueError, good.update_, w)
+    _refused("multiples of 16 bytes", ValueError, good.update_, torch.zeros(48, 129).bfloat16()[:, :128].t())
 
 
 def test_bad_weights_are_named() -> None:
@@ -316,6 +464,36 @@ def test_a_layer_is_saved_and_loaded() -> None:
     other = {**first.state_dict(), "form": torch.tensor([2])}
     with pytest.raises(RuntimeError, match="form is"):
         second.load_state_dict(other)
+
+
+def test_a_layer_is_trained() -> None:
+    """The places stay, and the loss falls. Without `trained`, only x has a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 48, generator=generator).bfloat16()
+    frozen, layer = (
+        co.nn.SparseLinear(co.sparsify(weight), torch.zeros(48).bfloat16(), activation="gelu", trained=trained)
+        for trained in (False, True)
+    )
+    assert list(frozen.parameters()) == []
+    assert [name for name, _ in layer.named_parameters()] == ["values", "bias"]
+    x, wanted = (torch.randn(32, n, generator=generator).bfloat16() for n in (64, 48))
+    meta, losses = layer.meta.clone(), []
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    for _ in range(20):
+        loss = (layer(x) - wanted).float().square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(layer.meta, meta)
+    frozen.load_state_dict(layer.state_dict())
+    assert torch.equal(frozen(x), layer(x))
+    x.requires_grad_()
+    frozen(x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(TypeError, match="no gradients"):
+        co.nn.SparseLinear(co.sparsify(_weight(48, 64, torch.int8)), trained=True)
 
 
 def test_a_layer_is_not_converted() -> None:

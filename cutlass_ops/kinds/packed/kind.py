@@ -107,7 +107,7 @@ def _near(one: PackedRowsConfig, other: PackedRowsConfig) -> bool:
 PACKED_ROWS = Kind(
     config=PackedRowsConfig,
     forms=(DENSE,),
-    multiplies=lambda mma: mma.packed,
+    multiplies=lambda mma: mma.b in PACKED,
     stores_fp8=True,
     scales_blocks=True,
     noun="a PackedRowsConfig",

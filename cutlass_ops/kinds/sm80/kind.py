@@ -12,7 +12,7 @@ from cutlass_ops.kinds.sm80.config import Sm80Config
 SM80 = Kind(
     config=Sm80Config,
     forms=(DENSE, BATCHED),
-    multiplies=lambda mma: mma.by(MMA_SYNC) is not None and not mma.packed,
+    multiplies=lambda mma: mma.by(MMA_SYNC) is not None and not mma.own,
     noun="an Sm80Config",
     template="sm80_gemm.cu.j2",
     rules=rules.SM80,

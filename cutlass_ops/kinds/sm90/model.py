@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -54,6 +54,9 @@ _SUMS_PER_CLOCK = 128
 _USUAL_CLOCKS = 16.0
 _OF_16_COLUMNS, _OF_8_COLUMNS = 1.6, 2.4
 _SHARED_BYTES_PER_CLOCK = 128
+# Of the clocks in which shared memory is written, those that show where it limits the products, as with 2:4 sparse
+# weights: by the first two kernels that were timed (benchmarks/NOTES.md), not fitted.
+_WRITES_SHOWN = 0.25
 
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
@@ -176,6 +179,25 @@ TAKING = Taking(
     beside_after=2.074,
     beside_rate=PerSchedule(warp_specialized=1400.0, pingpong=1400.0, cooperative=1400.0),
 )
+
+
+class Converting(NamedTuple):
+    """Clocks of a thread, for each number of a packed weight, in which nothing is multiplied.
+
+    ``benchmarks/fit_packed.py`` fitted them to a sweep of an H200.
+    """
+
+    one: float = 1.42  # if a warpgroup has one instruction's rows
+    several: float = 1.73  # if it has several, and converts for one while it multiplies another
+    # The same with more than one tile, where power limits: converting lets the clock rise again
+    long_one: float = 1.06
+    long_several: float = 0.815
+    # And of warpgroups that take turns
+    turns_one: float = 0.503
+    turns_several: float = 1.66
+
+
+CONVERTING = Converting()
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,14 +323,19 @@ def times(
     of_both = element_bytes, element_bytes * narrow
 
     # One K step of one tile, in microseconds.
+    row_bytes = batch.tile_k * element_bytes
+    rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
+    rows_b = batch.tile_n * narrow * _rows(batch.tile_n, lines[1], of_both[1])
     folds = 2 if sparse else 1  # lines of the dense operand are as many times as long for an instruction
     instructions = batch.wgmma_m / WGMMA.m * batch.tile_k * element_bytes / (folds * WGMMA.k_bytes)
     products = WGMMA.m * batch.wgmma_n * WGMMA.k_bytes / _PRODUCT_BYTES_PER_CLOCK
     operands = (WGMMA.m + folds * batch.wgmma_n) * WGMMA.k_bytes / _SHARED_BYTES_PER_CLOCK
+    if sparse:
+        # Warpgroups side by side each read the rows of the weight.
+        beside = (batch.schedule == SCHEDULES.index("cooperative")) & (batch.wgmma_m % (2 * WGMMA.m) != 0)
+        written = _WRITES_SHOWN * (rows_a + rows_b) * row_bytes / instructions
+        operands = operands + (written + beside * WGMMA.m * WGMMA.k_bytes) / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
-    row_bytes = batch.tile_k * element_bytes
-    rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
-    rows_b = batch.tile_n * narrow * _rows(batch.tile_n, lines[1], of_both[1])
     fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
     # A tile of A is multicast to the blocks of a cluster along N, a tile of B to those along M. Without multicast, a
     # GPC that takes a run of tiles shares reads among several of them.
@@ -429,6 +456,23 @@ def scaling(batch: Batch, cover: Grid, swapped: Flags, chip: Costs = H100) -> Fl
     together = np.where(swapped, 1.4 * columns * (1 + rows), 30.0 + split + narrow)
     alone = (batch.wgmma_m * columns / _SUMS_PER_CLOCK + columns * rows * swapped) * cover.beside
     return np.asarray(cover.waves * cover.steps * np.where(cooperative, together, alone) / (chip.clock * 1e3))
+
+
+def converting(batch: Batch, cover: Grid, chip: Costs = H100, of: Converting = CONVERTING) -> Floats:
+    """Return the microseconds in which threads convert a packed weight and nothing is multiplied.
+
+    Its shape is (problems, configurations).
+    """
+    pingpong, cooperative = (batch.schedule == SCHEDULES.index(s) for s in ("pingpong", "cooperative"))
+    below = batch.wgmma_m / WGMMA.m / np.where(cooperative, 2, 1)  # instructions of a warpgroup, one below the other
+    long = np.where(pingpong, _per(below, of.turns_one, of.turns_several), _per(below, of.long_one, of.long_several))
+    clocks = np.where(cover.waves > 1, long, _per(below, of.one, of.several))
+    each = below * WGMMA.m * batch.tile_k / arch.WARPGROUP * clocks * cover.beside
+    return np.asarray(cover.waves * cover.steps * each / (chip.clock * 1e3))
+
+
+def _per(below: Floats, one: float, several: float) -> Floats:
+    return np.where(below > 1, several, one)
 
 
 def computing(

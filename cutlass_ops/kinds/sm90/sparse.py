@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cutlass_ops.base.dtypes import SPARSE, DType, i32
+from cutlass_ops.base.dtypes import SPARSE, STORED_OF, DType, i32
 from cutlass_ops.base.mma import META_BLOCK, mma_of, sums_of
 from cutlass_ops.declare.config import ClusterShape, ThreadblockShape
 from cutlass_ops.declare.form import DENSE
@@ -18,11 +18,19 @@ from cutlass_ops.kinds.sm90.config import Schedule, Sm90Config
 _META_BYTES = 512  # of a block of 64 rows and 64 along K
 _TILES_K = (64, 128, 256)  # whole blocks of metadata; a box of TMA has at most 256 elements
 _STAGE_BYTES = 56 * 1024  # so that there are four stages
-# Accumulators of a thread. Beside metadata of two steps, more of them spill (nvcc 13.0, 128x208x64 pingpong).
-_MOST_ACCUMULATORS = 192
+# Registers of a thread for accumulators, and for metadata of two steps. With 198 and fewer instructions overlap. With
+# 200 and more, ptxas has each wait for the one before, without a word, and with 212 some spill (nvcc 13.0).
+_MOST_REGISTERS = 198
 _TILES: dict[Schedule, tuple[tuple[int, int], ...]] = {
-    "pingpong": ((64, 64), (64, 128), (64, 192), (64, 256), (128, 64), (128, 96), (128, 128), (128, 192)),
-    "cooperative": ((128, 128), (128, 192), (128, 256), (256, 64), (256, 96), (256, 128), (256, 192)),
+    "pingpong": (
+        *((64, n) for n in (64, 128, 192, 256)),
+        *((128, n) for n in (64, 96, 128, 160, 176, 184, 192)),
+        *((192, n) for n in (96, 128)),
+    ),
+    "cooperative": (
+        *((128, n) for n in (128, 160, 192, 224, 256)),
+        *((256, n) for n in (64, 96, 128, 144, 160, 176, 184, 192)),
+    ),
 }
 
 
@@ -54,16 +62,24 @@ def rule(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
             f"{what}, and threadblock.k is {tile.k}: a stage has whole blocks of metadata, in one box of TMA",
             tuple({"threadblock.k": k} for k in known),
         )
-    threads = 256 if config.schedule == "cooperative" else 128
-    if tile.m * tile.n // threads > _MOST_ACCUMULATORS:
+    accumulators, metadata = _registers(config)
+    if accumulators + metadata > _MOST_REGISTERS:
         yield Broken(
-            f"{what}, and threadblock {tile} with schedule {config.schedule!r} takes {tile.m * tile.n // threads} "
-            f"accumulator registers a thread, and more than {_MOST_ACCUMULATORS} spill beside metadata",
-            ({"schedule": "cooperative"},),
+            f"{what}, and threadblock {tile} with schedule {config.schedule!r} takes {accumulators} accumulator "
+            f"registers a thread and {metadata} for metadata of two steps: with more than {_MOST_REGISTERS} in all, "
+            "no two instructions overlap",
+            ({"schedule": "cooperative"}, *({"threadblock.k": k} for k in known if k < tile.k)),
             "use a smaller tile",
         )
     if spec.form != DENSE or spec.epilogue.products or spec.epilogue.gathered:
         yield f"{what}, of which there is one dense product: use form dense, and no Product or means of A's rows"
+
+
+def _registers(config: Sm90Config) -> tuple[int, int]:
+    """Return a thread's registers for accumulators, and for metadata of the two steps in flight."""
+    tile, groups = config.threadblock, 2 if config.schedule == "cooperative" else 1
+    rows = tile.m // META_BLOCK // (1 if config.side_by_side else groups)
+    return tile.m * tile.n // (128 * groups), 2 * rows * (tile.k // META_BLOCK)
 
 
 def _tiles_k(of_a: DType) -> tuple[int, ...]:
@@ -77,10 +93,9 @@ def fitted(config: Sm90Config, signature: OpSignature) -> Sm90Config:
     each = of_a.bytes_of(tile.m) // 2 + tile.m // 8 + of_a.bytes_of(tile.n)  # bytes for one of K
     most = _STAGE_BYTES if config.resident == 1 else _STAGE_BYTES // 2
     shortest, *longer = _tiles_k(of_a)
-    return replace(
-        config,
-        threadblock=replace(tile, k=max((k for k in longer if k * each <= most), default=shortest)),
-        swap_ab=True,
+    of = {k: replace(config, threadblock=replace(tile, k=k), swap_ab=True) for k in (shortest, *longer)}
+    return next(
+        (of[k] for k in longer[::-1] if k * each <= most and sum(_registers(of[k])) <= _MOST_REGISTERS), of[shortest]
     )
 
 
@@ -110,7 +125,8 @@ def untuned(signature: OpSignature) -> tuple[Sm90Config, ...]:
 def instruction(spec: KernelSpec, config: Sm90Config) -> str:
     """Spell the instruction of the one N that a warpgroup has."""
     n = config.threadblock.n // (2 if config.side_by_side else 1)
-    mma = mma_of(spec.a.dtype, spec.a.dtype)
+    stored = STORED_OF[spec.b.dtype]
+    mma = mma_of(stored, spec.a.dtype)  # the weight is the instruction's first operand
     assert mma is not None
     k, types = mma.wgmma_types[1:].split(".", 1)
     integers, in_16_bits = mma.accumulator is i32, spec.a.dtype.bits == 16
@@ -118,6 +134,6 @@ def instruction(spec: KernelSpec, config: Sm90Config) -> str:
     rest = "" if integers else ", 1, 1, 0, 0" if in_16_bits else ", 1, 1"
     places = ", ".join(str(n // 2 + i) for i in range(5))
     return (
-        f"CUTLASS_OPS_SPARSE_WGMMA({n}, {places}, {spec.a.dtype.cpp}, {'int32_t' if integers else 'float'}, "
+        f"CUTLASS_OPS_SPARSE_WGMMA({n}, {places}, {stored.cpp}, {'int32_t' if integers else 'float'}, "
         f'{registers}, "k{2 * int(k)}.{types}", "{rest}")'
     )

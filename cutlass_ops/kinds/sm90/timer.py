@@ -90,6 +90,8 @@ class Sm90Timer:
             found = found + model.promoting(self.batch, cover, chip)
         if self.traits.scaled:
             found = found + model.scaling(self.batch, cover, self.swapped, chip)
+        if self.traits.converts:
+            found = found + model.converting(self.batch, cover, chip)
         return found
 
     def _times_and_order(self, extents: Extents, device: Device, cover: model.Grid) -> tuple[Floats, Flags]:

@@ -94,7 +94,7 @@ def _of_the_library() -> list[Instruction]:
     """
     found = []
     for mma in MMAS:
-        if mma.packed or mma.sparse or mma.a in (dtypes.tf32x3, dtypes.f64):
+        if mma.own or mma.a in (dtypes.tf32x3, dtypes.f64):
             continue
         types = (mma.a.name, mma.b.name, mma.accumulator.name)
         if warps := mma.by(arch.WGMMA):

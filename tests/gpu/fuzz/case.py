@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,54 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.operand.call import signature_of
 from cutlass_ops.run import requests
 from cutlass_ops.run.kernels import Kernel
 from tests.gpu import oracle
-from tests.gpu.memory import Placed
+from tests.gpu.fuzz import alike
+from tests.gpu.memory import Memory, Placed, WholeMemory
+
+# Problems for which kernels are drawn: the logarithms of M, and of N and K in pieces of 16.
+_PROBLEMS, _LOG2 = 100, ((0, 13), (2, 10), (2, 10))
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Calls whose results have one right value, so that they are compared to the last bit.
+
+    Operands are whole numbers, three quarters of them zeros, and factors are powers of two.
+
+    Attributes
+    ----------
+    limit : int
+        What the absolute values of a sum's products add up to at most, in units of `loud`. The Tensor Cores add up FP8
+        with 13 bits, and others with 24. What follows, such as a sum of rows, needs some of these bits for itself.
+    loud : float
+        What A, and what is added to sums, are multiples of. From 16 on, GELU gives its argument or 0; from 128 on, SiLU
+        does.
+    eps : float, optional
+        What makes the root of a norm a power of two: rows of A have then a mean of 1 and a mean square of 4.
+    """
+
+    limit: int = 2**22
+    loud: float = 1.0
+    eps: float | None = None
+
+    def memory(self, device: str, rng: random.Random, k: int) -> Memory:
+        """Return what draws the tensors of a call: numbers as large as the limit allows."""
+        mean = k / 16  # of the products of a sum that are not zero; hardly any sum has more than `most`
+        most = mean + 6 * mean**0.5 + 6
+        return WholeMemory(device, rng, max(1, int((self.limit / most) ** 0.5)))
+
+    def require(self, absolute: Tensor) -> None:
+        """Require that no partial sum can have been rounded, given what absolute products add up to."""
+        most = float(absolute.amax()) if absolute.numel() else 0.0
+        assert most <= self.limit * self.loud, f"sums of {most} are not exact: a fault of the test"
 
 
 @dataclass(frozen=True)
@@ -72,14 +114,16 @@ class Case:
         Returns what each output should be. It is asked before the call, which might change its operands.
     sums : float
         What the Tensor Cores' sums may be off by: see ``oracle.SUMS``.
-    used : int, optional
-        How many of D's rows are written; by default all.
+    used : int or Tensor, optional
+        How many of D's rows are written, or which; by default all.
     refused : str, optional
         A part of the error of a call that must be refused.
     about : str
         The problem, for messages.
-    grouped : bool
-        Whether the third tensor says where groups end.
+    grouped : str, optional
+        What the third tensor says of groups: their "offsets", or their "counts" of rows.
+    of_any_values : callable, optional
+        Draws a call like it whose results are not known to the last bit: for relations between calls.
     """
 
     function: Callable[..., Any]
@@ -88,15 +132,16 @@ class Case:
     out: dict[str, Placed]
     wanted: Callable[[], Mapping[str, Wanted]]
     sums: float
-    used: int | None = None
+    used: int | Tensor | None = None
     refused: str | None = None
     about: str = ""
-    grouped: bool = False
+    grouped: str | None = None
+    of_any_values: Callable[[], Case] | None = None
 
     def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as a user passes them: scales in their operands, and ends in groups."""
         a, b, *others = self.arguments
-        groups = {"groups": co.Groups(others.pop(0))} if self.grouped else {}
+        groups = {"groups": co.Groups(**{self.grouped: others.pop(0)})} if self.grouped else {}
         operands = tuple(map(co.Scaled, (a, b), others)) if others else (a, b)
         return operands, {**groups, **self.named}
 
@@ -117,12 +162,22 @@ class Case:
         asked = self.request()
         return _exact(spec)(*asked.arguments, **{**asked.named, **self.given()})
 
+    def why_not_alike(self, spec: KernelSpec) -> str | None:
+        """Say which relation between calls of an exact kernel does not hold; None if all do."""
+        return alike.why_not(_exact(spec), self.request())
+
     def request(self) -> requests.Request:
         """Return the op behind the call, and its arguments, without outputs."""
         arguments, named = self.values()
         asked = requests.requested(self.function, *arguments, **named)
         named = {name: x for name, x in asked.named.items() if name not in ("out", "out_dtype")}
         return requests.Request(asked.op, asked.arguments, named)
+
+    def signature(self, device: Device) -> tuple[OpSignature, Problem]:
+        """Return what kernels of the call are declared by, and for which problem they are chosen."""
+        op, (a, b, *inputs), named = self.request()
+        call = op.checked(a, b, tuple(inputs), named, None, self.named.get("out_dtype"))
+        return signature_of(call, device), call.chosen_for
 
     def why_wrong(self, results: Any, wanted: Mapping[str, Wanted]) -> str | None:
         """Say what is wrong with results, or with what surrounds the caller's outputs; None if nothing is."""
@@ -132,13 +187,13 @@ class Case:
             placed = self.out.get(name)
             if placed is not None and tensor.data_ptr() != placed.view.data_ptr():
                 return f"{name} is not the tensor that was passed"
+        own = slice(self.used) if not isinstance(self.used, Tensor) else self.used
         for name, placed in self.out.items():
-            stray = placed.stray(slice(self.used))
+            stray = placed.stray(own)
             if stray:
                 return f"{stray} elements outside of {name} were written"
         for name, tensor in zip(names, found, strict=True):
-            part = tensor if self.used is None else tensor[: self.used]
-            why = wanted[name].why_not(part, self.sums)
+            why = wanted[name].why_not(tensor if self.used is None else tensor[own], self.sums)
             if why is not None:
                 return f"{name}: {why}"
         return None
@@ -161,21 +216,44 @@ class Kernels:
 
     specs: tuple[KernelSpec, ...]
 
+    @staticmethod
+    def key(spec: KernelSpec) -> str:
+        """Return the key of one that is compiled, with its configuration for readers."""
+        return f"{spec.config.slug} {_exact(spec).loaded.artifact.key}"
+
     @classmethod
     def of(cls, case: Case, device: Device, problems: Sequence[tuple[int, int, int]]) -> Kernels:
         """Choose kernels for a case's signature, the best ones at some problems."""
-        op, (a, b, *inputs), named = case.request()
-        call = op.checked(a, b, tuple(inputs), named, None, case.named.get("out_dtype"))
-        signature = signature_of(call, device)
+        signature, problem = case.signature(device)
         found = {}
         for m, n, k in problems:
-            decision = dispatch.decide(signature, device, call.chosen_for._replace(m=m, n=n, k=k))
+            decision = dispatch.decide(signature, device, problem._replace(m=m, n=n, k=k))
             assert decision is not None, f"no kernel serves {signature}"
             others = policies.policy(signature, device).every(decision.problem)
             every = (decision.config, *(each.config for each in others))
             # Kernels for few rows take no others.
             found[next(config for config in every if not config.few_rows)] = None
         return cls(tuple(device.spec(signature, config) for config in found))
+
+    @classmethod
+    def drawn(cls, case: Case, device: Device, first: int, count: int, *, few_rows: bool = False) -> Kernels:
+        """Choose some of a signature's kernels: the best ones at drawn problems, and then others of the tables.
+
+        They are in an order of their own. After the last one, the first one follows. Kernels for few rows take lines
+        of whole pieces alone, so they are for calls of their own.
+        """
+        signature, problem = case.signature(device)
+        rng, found = random.Random(0), dict[Config, None]()
+        for _ in range(_PROBLEMS):
+            m, n, k = (int(2 ** rng.uniform(*ends)) for ends in _LOG2)
+            decision = dispatch.decide(signature, device, problem._replace(m=m, n=16 * n, k=16 * k))
+            assert decision is not None, f"no kernel serves {signature}"
+            found[decision.config] = None
+        every = policies.policy(signature, device).every(problem)
+        found |= dict.fromkeys(each.config for each in every)
+        usual = [config for config in found if config.few_rows == few_rows]
+        chosen = [usual[at % len(usual)] for at in range(first, first + count)]
+        return cls(tuple(device.spec(signature, config) for config in dict.fromkeys(chosen)))
 
 
 def moved_by(function: Callable[[Tensor], Mapping[str, Tensor]], sums: Tensor, slack: Tensor) -> dict[str, Wanted]:

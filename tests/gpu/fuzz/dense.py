@@ -15,12 +15,12 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import FP8 as FP8_TYPES
-from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, f64, i8, tf32
+from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32, f64, i8, i32, tf32
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue
 from cutlass_ops.operand import matrices, reference
 from tests.gpu import multiplied, oracle
-from tests.gpu.fuzz.case import Case, Wanted, moved_by
+from tests.gpu.fuzz.case import Case, Exact, Wanted, moved_by
 from tests.gpu.memory import Memory, Placed
 
 # Of kernels that are chosen for a family: many rows, and few rows of a long K.
@@ -29,7 +29,7 @@ _EMPTY, _ODD_SCALES, _REFUSED = 0.03, 0.25, 0.05  # parts of all calls
 _NEAR_TILES = (63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 _SCALES = (0.0, float("inf"), float("-inf"), float("nan"), -1.0, 2.0**-149, 2.0**-140, 2.0**100)
 _BLOCK_SCALES = (0.0, float("nan"), -1.0, 2.0**-40, 2.0**40)
-TYPES_BY_NAME = {t.name: t for t in (bf16, f16, e4m3, e5m2, f32, f64, i8)}
+TYPES_BY_NAME = {t.name: t for t in (bf16, f16, e4m3, e5m2, f32, f64, i8, i32)}
 
 
 @co.epilogue
@@ -73,6 +73,10 @@ class Family:
         Whether there are several GEMMs.
     most_k : int
         The longest K that is drawn: sums over more may be off by more than the bound.
+    exact : Exact, optional
+        How results are right to the last bit; by default, they are right within a bound.
+    few_rows : bool
+        Whether drawn kernels are those for few rows.
     """
 
     name: str
@@ -88,6 +92,8 @@ class Family:
     math: Any = None
     batched: bool = False
     most_k: int = 4096
+    exact: Exact | None = None
+    few_rows: bool = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -101,14 +107,22 @@ class Family:
 
     def draw(self, rng: random.Random, device: str) -> Case:
         """Draw a call."""
-        memory, extents = Memory(device, rng), self._extents(rng)
+        extents = self._extents(rng)
+        memory = Memory(device, rng) if self.exact is None else self.exact.memory(device, rng, extents[2])
         refused = rng.random() < _REFUSED and min(extents) > 4
-        return self._refused(memory, extents) if refused else self._case(memory, extents)
+        if refused:
+            return self._refused(memory, extents)
+        case = self._case(memory, extents)
+        if self.exact is not None:
+            usual = replace(self, exact=None)
+            case.of_any_values = lambda: usual._case(Memory(device, rng), extents)
+        return case
 
     # Extents.
 
     def _extents(self, rng: random.Random) -> tuple[int, int, int]:
         m, n = (_extent(rng, 700) for _ in range(2))
+        m = 1 + m % 40 if self.few_rows else m
         k = _extent(rng, 700)
         if rng.random() < 0.1:
             k = rng.randrange(700, self.most_k + 1)
@@ -121,6 +135,8 @@ class Family:
             m = _up(m, step) if of_a == "col" else m
             n = _up(n, step) if of_b == "row" else n
             k = _up(k, step) if of_a == "row" or of_b == "col" else k
+        if self.exact is not None and self.exact.eps is not None:
+            k = max(8, 1 << k.bit_length() - 1)  # divides without rounding
         n = _up(n, 16) if self.aligned_d else n | 1
         if rng.random() < _EMPTY:
             m, n, k = rng.choice(((0, n, k), (m, 0, k), (m, n, 0)))
@@ -134,12 +150,14 @@ class Family:
         batch = (rng.choice((1, 3)), rng.randrange(1, 4)) if self.batched else ()
         shared = self.batched and is_drawn and rng.random() < 0.2
         of_a, of_b, d = (torch_type(name) for name in (self.a, self.b, self.d))
-        size = rng.choice((0.25, 1.0, 8.0))
+        size = rng.choice((0.25, 1.0, 8.0)) if self.exact is None else self.exact.loud
         a = memory.matrix((*batch, m, k), of_a, size, self.majors[0], aligned=self.aligned)
         b = memory.matrix((*(() if shared else batch), k, n), of_b, 1.0, self.majors[1], aligned=self.aligned)
         b = b.expand(*batch, k, n) if shared else b
+        if self.exact is not None and self.exact.eps is not None and is_drawn:
+            a.copy_(4.0 * (torch.rand(a.shape, device=a.device).argsort(-1) < k // 4))
         scales, odd = self._scale(memory, extents)
-        typical = max(k, 1) ** 0.5 * (64 * 64 if self.a == "i8" else size)  # of sums
+        typical = max(k, 1) ** 0.5 * (64 * 64 if self.a == "i8" else size) if self.exact is None else 1.0  # of sums
         named = {**self._inputs(memory, batch, extents, typical), "out_dtype": d}
         named |= {} if self.math is None else {"math": self.math}
         named |= {} if self.epilogue is None else {"epilogue": self.epilogue}
@@ -157,7 +175,7 @@ class Family:
 
     @property
     def _sums(self) -> float:
-        if self.a == "i8" and self.scales is None and self.epilogue is None:
+        if self.exact is not None or (self.a == "i8" and self.scales is None and self.epilogue is None):
             return 0.0  # exact, and rounded to FP32 once
         return oracle.SUMS[mma.MATHS[self.math].name if self.math in mma.MATHS else self.a]
 
@@ -165,7 +183,7 @@ class Family:
         """Draw scales of A and B, some of them not usual, and return which rows have such."""
         m, n, k = extents
         rng, odd = memory.rng, {}
-        unusual = memory.device != "meta" and rng.random() < _ODD_SCALES
+        unusual = memory.device != "meta" and self.exact is None and rng.random() < _ODD_SCALES
         # What follows may have a value of its own at infinity.
         choices = _SCALES if self.epilogue is None else [x for x in _SCALES if not math.isinf(x)]
 
@@ -173,10 +191,11 @@ class Family:
             place = memory.vector(shape[0], torch.float32)
             if len(shape) > 1:
                 place = memory.placed(shape, torch.float32, rng.choice(("row", "col")), aligned=False)
-            return place.view.copy_(torch.rand(shape, device=memory.device) + 0.25)
+            return place.view.copy_(memory.factors(shape))
 
         if self.scales == "tensor":
-            scale = rng.choice(choices) if unusual else rng.uniform(0.25, 1.25)
+            usual_scale = rng.uniform(0.25, 1.25) if self.exact is None else 2.0 ** rng.randrange(5)
+            scale = rng.choice(choices) if unusual else usual_scale
             if unusual:
                 odd[f"a scale of {scale}"] = list(range(m))
             on_device = torch.tensor(scale, device=memory.device)
@@ -201,21 +220,25 @@ class Family:
     def _inputs(
         self, memory: Memory, batch: tuple[int, ...], extents: tuple[int, int, int], typical: float
     ) -> dict[str, Any]:
-        m, n, _ = extents
+        m, n, k = extents
         if self.epilogue is None:
             return {}
+        loud = 1.0 if self.exact is None else self.exact.loud
         read = torch.float32 if self.d in ("e4m3", "e5m2") else torch_type(self.d)
         found: dict[str, Any] = {}
         for declared in self.epilogue.graph.inputs:
             if declared.kind is Kind.ROW:
-                found[declared.name] = memory.numbers(n, read)
+                found[declared.name] = memory.numbers(n, read, loud)
             elif declared.kind is Kind.COL:
-                drawn = torch.rand(m, device=memory.device, dtype=read) / typical
-                found[declared.name] = memory.vector(m, read).view.copy_(drawn)
+                found[declared.name] = memory.vector(m, read).view.copy_(memory.factors((m,)) / typical)
             elif declared.kind is Kind.TILE:
-                found[declared.name] = memory.matrix((*batch, m, n), read, aligned=self.aligned_d)
+                found[declared.name] = memory.matrix((*batch, m, n), read, loud, aligned=self.aligned_d)
+            elif declared.kind is Kind.PRODUCT:
+                of_b = torch_type(self.b)
+                found[declared.name] = memory.matrix((*batch, k, n), of_b, 1.0, self.majors[1], aligned=self.aligned)
             else:
-                found[declared.name] = 0.5 / typical
+                eps = None if self.exact is None else self.exact.eps
+                found[declared.name] = 0.5 / typical if eps is None else eps
         return found
 
     def _out(self, memory: Memory, shape: tuple[int, ...], d: torch.dtype) -> dict[str, Placed]:
@@ -245,6 +268,8 @@ class Family:
         else:
             x_scaled, w_scaled = x, w
             sums = x @ w
+        if self.exact is not None:
+            self.exact.require(x_scaled.abs() @ w_scaled.abs())
         # What sums of as many products of both signs are like: results near zero are no better than that.
         slack = (x_scaled.square() @ w_scaled.square()).sqrt() * case.sums
         if tf32 in (

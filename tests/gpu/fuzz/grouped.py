@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.base import mma
 from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.trace import Epilogue
 from tests.gpu import oracle
-from tests.gpu.fuzz.case import Case, Wanted, moved_by
+from tests.gpu.fuzz.case import Case, Exact, Wanted, moved_by
 from tests.gpu.fuzz.dense import torch_type
 from tests.gpu.memory import Memory, Placed
 
@@ -25,6 +27,7 @@ PROBLEMS = ((512, 4096, 1024), (4, 512, 2048))
 _REFUSED, _FALSE = 0.05, 0.03  # parts of all calls
 _MOST = 5_000_000  # elements of what the float64 result is computed from
 _ALPHA = 0.5
+_ROOMS = 16  # groups that have room each
 
 
 @co.epilogue
@@ -94,10 +97,14 @@ class Rows:
         What follows.
     formula : callable
         The same in PyTorch.
-    scaled : bool
-        Whether rows of x and columns of each weight have scales.
+    scales : str, optional
+        Of x and all weights: one of the "tensor" each, of "rows" and columns, or of "blocks".
     math : str, optional
         How sums of FP8 are added up.
+    exact : Exact, optional
+        How results are right to the last bit; by default, they are right within a bound.
+    room : bool
+        Whether each group has room for the same number of rows, and counts those that it has.
     """
 
     name: str
@@ -108,8 +115,11 @@ class Rows:
     aligned_d: bool = True
     epilogue: Epilogue | None = None
     formula: Formula = lambda acc, _: {"d": acc}
-    scaled: bool = False
+    scales: str | None = None
     math: str | None = None
+    exact: Exact | None = None
+    room: bool = False
+    few_rows: ClassVar[bool] = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -123,92 +133,120 @@ class Rows:
 
     def draw(self, rng: random.Random, device: str) -> Case:
         """Draw a call."""
-        memory, sizes = Memory(device, rng), draw_sizes(rng)
+        sizes = draw_sizes(rng)[: _ROOMS if self.room else None]
         n, k = _extents(rng, len(sizes) * max(1, sum(sizes)))
+        memory = Memory(device, rng) if self.exact is None else self.exact.memory(device, rng, k)
         n = -(-n // 16) * 16 if self.aligned_d else n | 1
         case = self._case(memory, sizes, rng.choice((0, 0, 1, 90)), n, k)
         chance = rng.random()
         if chance < _REFUSED and sum(sizes) > 1:
             return self._refused(memory, case)
-        return _with_false_offsets(case, rng) if device == "cuda" and chance > 1 - _FALSE else case
+        is_false = device == "cuda" and chance > 1 - _FALSE and not self.room
+        return _with_false_offsets(case, rng) if is_false else case
 
     def _case(self, memory: Memory, sizes: list[int], unused: int, n: int, k: int) -> Case:
-        rng, experts, used = memory.rng, len(sizes), sum(sizes)
-        rows, device = used + unused, memory.device
+        rng, experts, used, device = memory.rng, len(sizes), sum(sizes), memory.device
+        groups = (experts, max(sizes) + unused) if self.room else (used + unused,)
+        counts = torch.tensor(sizes, device=device)
+        own = torch.arange(groups[-1], device=device) < (counts[:, None] if self.room else used)
+        rows = math.prod(groups)
+
+        def of_groups(flat: Tensor) -> Tensor:
+            return flat.unflatten(0, groups)
+
         of_x, of_w, d = (torch_type(name) for name in (self.x, self.w, self.d))
         x = memory.placed((rows, k), of_x).view
-        x[:used].copy_(memory.values((used, k), of_x))  # other rows stay poison
+        of_weights, loud = (max(k, 1) ** -0.5, 1.0) if self.exact is None else (1.0, self.exact.loud)
+        drawn = memory.values((rows, k), of_x, loud)
+        x.copy_(drawn.where(own.flatten()[:, None], torch.nan))  # as rows that nothing was written to
+        x = of_groups(x)
         major = "row" if self.across else "col"
-        w, up = (memory.matrix((experts, k, n), of_w, max(k, 1) ** -0.5, major) for _ in range(2))
+        w, up = (memory.matrix((experts, k, n), of_w, of_weights, major) for _ in range(2))
         read = torch.float32 if d.itemsize == 1 else d
         inputs: dict[str, Any] = {
-            "bias": torch.randn(experts, n, device=device).to(read),
-            "weight": memory.vector(rows, torch.float32).view.copy_(torch.rand(rows, device=device)),
-            "residual": memory.matrix((rows, n), read, aligned=self.aligned_d),
+            "bias": memory.values((experts, n), read, loud).to(read),
+            "weight": memory.vector(rows, torch.float32).view.copy_(memory.factors((rows,))),
+            "residual": memory.matrix((rows, n), read, loud, aligned=self.aligned_d),
             "alpha": _ALPHA,
             "up": up,
         }
+        inputs |= {name: of_groups(inputs[name]) for name in ("weight", "residual")}
         names = set() if self.epilogue is None else {i.name for i in self.epilogue.graph.inputs}
         named = {name: value for name, value in inputs.items() if name in names}
         if "bias" in named and device != "meta" and rng.random() < 0.2:
             named["bias"] = inputs["bias"] = inputs["bias"][0].clone()  # one for all
-        scales = (torch.rand(rows, device=device) + 0.25, torch.rand(experts, n, device=device) + 0.25)
+        steps = mma.blocks(k)
+        shapes: dict[str | None, tuple[tuple[int, ...], ...]] = {
+            None: (),
+            "tensor": ((), ()),
+            "rows": (groups, (experts, n)),
+            "blocks": ((*groups, steps), (experts, mma.blocks(n), steps)),
+        }
+        scales = tuple(map(memory.factors, shapes[self.scales]))
         out: dict[str, Placed] = {}
         if device != "meta" and rng.random() < 0.7:
             outputs = ("d",) if self.epilogue is None else (o.name for o in self.epilogue.graph.outputs)
-            out = {name: memory.placed((rows, n), d, aligned=self.aligned_d) for name in outputs}
+            flat = {name: memory.placed((rows, n), d, aligned=self.aligned_d) for name in outputs}
+            out = {name: replace(placed, view=of_groups(placed.view)) for name, placed in flat.items()}
         named |= {} if self.epilogue is None else {"epilogue": self.epilogue}
         named |= {} if self.math is None else {"math": self.math}
         case = Case(
             co.gemm,
-            (x, w, ends_of(sizes, device), *(scales if self.scaled else ())),
+            (x, w, counts.int() if self.room else ends_of(sizes, device), *scales),
             {**named, "out_dtype": d},
             out,
             dict,
-            oracle.SUMS[self.x],
-            used=used,
-            about=f"{rows} rows, N {n}, K {k}, groups {sizes}",
-            grouped=True,
+            oracle.SUMS[self.x] if self.exact is None else 0.0,
+            used=own if self.room else used,
+            about=f"{groups} rows, N {n}, K {k}, groups {sizes}",
+            grouped="counts" if self.room else "offsets",
         )
-        case.wanted = functools.partial(self._wanted, case, sizes, inputs)
+        case.wanted = functools.partial(self._wanted, case, sizes, inputs, own)
         return case
 
-    def _wanted(self, case: Case, sizes: list[int], inputs: Mapping[str, Any]) -> Mapping[str, Wanted]:
+    def _wanted(self, case: Case, sizes: list[int], inputs: Mapping[str, Any], own: Tensor) -> Mapping[str, Wanted]:
         x, w = case.arguments[:2]
         used, experts = sum(sizes), len(sizes)
         expert = torch.repeat_interleave(torch.tensor(sizes), output_size=used).to(x.device)
-        x, at = x[:used].double(), torch.arange(used, device=x.device)
+        x, w, at = x[own].double(), w.double(), torch.arange(used, device=x.device)
+        scales = [scale.double() for scale in case.arguments[3:]]
+        if self.scales == "blocks":
+            k, n = w.shape[1:]
+            x = x * _wide(scales[0][own], k, -1)
+            w = w * _wide(_wide(scales[1].mT, k, -2), n, -1)
 
         def each(left: Tensor, weights: Tensor) -> Tensor:
-            return (left @ weights.double())[expert, at]
+            return (left @ weights)[expert, at]
 
-        acc, slack = each(x, w), each(x.square(), w.double().square()).sqrt() * case.sums
-        if self.scaled:
-            scale_a, scale_b = case.arguments[3:]
-            both = scale_a[:used, None].double() * scale_b.double()[expert]
+        acc, slack = each(x, w), each(x.square(), w.square()).sqrt() * case.sums
+        if self.exact is not None:
+            self.exact.require(each(x.abs(), w.abs()))
+        if self.scales in ("tensor", "rows"):
+            scale_a, scale_b = scales
+            both = scale_a * scale_b if self.scales == "tensor" else scale_a[own][:, None] * scale_b[expert]
             acc, slack = acc * both, slack * both
         bias = inputs["bias"].double().expand(experts, -1)[expert]
-        residual, weight = (inputs[name][:used].double() for name in ("residual", "weight"))
-        of = Given(bias, residual, each(x, inputs["up"]) if "up" in case.named else bias, weight[:, None])
+        residual, weight = (inputs[name][own].double() for name in ("residual", "weight"))
+        of = Given(bias, residual, each(x, inputs["up"].double()) if "up" in case.named else bias, weight[:, None])
         return moved_by(lambda sums: self.formula(sums, of), acc, slack)
 
     def _refused(self, memory: Memory, case: Case) -> Case:
         x, w, ends, *scales = case.arguments
-        (rows, k), n = x.shape, w.shape[2]
+        (*groups, rows, k), n = x.shape, w.shape[2]
 
         def other(x: Tensor = x, w: Tensor = w, ends: Tensor = ends, **named: Any) -> Case:
             return replace(case, arguments=(x, w, ends, *scales), named={**case.named, **named})
 
-        narrow = memory.placed((rows, k | 1), x.dtype, aligned=False).view[:, :k]
+        narrow = memory.placed((*groups, rows, k | 1), x.dtype, aligned=False).view[..., :k]
         ways = [
-            (r"^offsets is torch.int64", other(ends=ends.long())),
-            (r"^offsets has", other(ends=torch.cat((ends, ends[-1:])))),
-            (r"^a\b", other(x[:, : k - 1])),
+            (rf"^{case.grouped} is torch.int64", other(ends=ends.long())),
+            (rf"^{case.grouped} has", other(ends=torch.cat((ends, ends[-1:])))),
+            (r"^a\b", other(x[..., : k - 1])),
             (r"\bb\b", other(w=w[:, :, None])),
-            (r"^out\b", replace(case, out={"d": memory.placed((rows + 1, n), case.named["out_dtype"])})),
+            (r"^out\b", replace(case, out={"d": memory.placed((*groups, rows + 1, n), case.named["out_dtype"])})),
         ]
         if k > 1:
-            ways += [(r"^a has strides", other(x.t().contiguous().t())), (r"^a .*16 bytes", other(narrow))]
+            ways += [(r"^a has ", other(x.mT.contiguous().mT)), (r"^a .*16 bytes", other(narrow))]
         ways += [(r"^residual\b", other(residual=case.named["residual"][:-1]))] if "residual" in case.named else []
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)
@@ -222,6 +260,8 @@ class Weights:
     x: str
     d: str
     adds: bool = False
+    exact: Exact | None = None
+    few_rows: ClassVar[bool] = False
 
     @property
     def problems(self) -> tuple[tuple[int, int, int], ...]:
@@ -234,7 +274,8 @@ class Weights:
 
     def draw(self, rng: random.Random, device: str) -> Case:
         """Draw a call."""
-        memory, sizes = Memory(device, rng), draw_sizes(rng)
+        sizes = draw_sizes(rng)
+        memory = Memory(device, rng) if self.exact is None else self.exact.memory(device, rng, max(sizes))
         n, m = _extents(rng, len(sizes) * max(1, sum(sizes)))
         step = rng.choice((8, 8, 16, 64))
         n, m = (-(-extent // step) * step for extent in (n, min(m, 300)))
@@ -257,9 +298,9 @@ class Weights:
             named,
             {"d": memory.placed((experts, m, n), d)} if is_given else {},
             dict,
-            oracle.SUMS[self.x],
+            oracle.SUMS[self.x] if self.exact is None else 0.0,
             about=f"{rows} rows, K {m}, N {n}, groups {sizes}",
-            grouped=True,
+            grouped="offsets",
         )
         case.wanted = functools.partial(self._wanted, case, sizes)
         return case
@@ -272,6 +313,8 @@ class Weights:
         mine = (torch.arange(len(sizes), device=x.device)[:, None] == expert).double()[..., None]
         acc = (x * mine).mT @ gradient
         slack = ((x.square() * mine).mT @ gradient.square()).sqrt() * case.sums
+        if self.exact is not None:
+            self.exact.require((x.abs() * mine).mT @ gradient.abs())
 
         def d(sums: Tensor) -> dict[str, Tensor]:
             return {"d": sums * _ALPHA + case.named["before"].double() if self.adds else sums}
@@ -294,6 +337,11 @@ class Weights:
         ]
         pattern, found = memory.rng.choice(ways)
         return replace(found, refused=pattern)
+
+
+def _wide(scales: Tensor, length: int, dim: int) -> Tensor:
+    """Return a scale for each value, of those for blocks of 128."""
+    return scales.repeat_interleave(mma.BLOCK_K, dim).narrow(dim, 0, length)
 
 
 def ends_of(sizes: list[int], device: str) -> Tensor:
@@ -348,8 +396,8 @@ FAMILIES = (
     Rows("FP16, routed, odd columns", "f16", "f16", "f16", aligned_d=False, epilogue=routed, formula=_routed),
     Rows("BF16, a further output", "bf16", "bf16", "bf16", epilogue=saved, formula=_saved),
     Rows("BF16, gated", "bf16", "bf16", "bf16", epilogue=composed.swiglu, formula=_gated),
-    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scaled=True, math="fast"),
-    Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scaled=True, math="promoted"),
+    Rows("FP8, scales", "e4m3", "e4m3", "bf16", scales="rows", math="fast"),
+    Rows("FP8, promoted", "e4m3", "e5m2", "bf16", scales="rows", math="promoted"),
     Weights("weights' gradients", "bf16", "bf16"),
     Weights("weights' gradients, added up", "bf16", "f32", adds=True),
 )
