@@ -65,15 +65,10 @@ struct Listed {
 // The name is that of the function in traces and profiles.
 #if defined(__CUDACC__)
 
-#if CUTLASS_OPS_HOST
-#define CUTLASS_OPS_ON_DEVICE(...)
-#else
-#define CUTLASS_OPS_ON_DEVICE(...) __VA_ARGS__
-#endif
 #define CUTLASS_OPS_KERNEL(name, ...)                                     \
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, 1) \
       name(__grid_constant__ __VA_ARGS__::Params const params) {          \
-    CUTLASS_OPS_ON_DEVICE(__VA_ARGS__::run(params));                       \
+    __VA_ARGS__::run(params);                                             \
   }                                                                       \
   CUTLASS_OPS_LIST(name)
 #define CUTLASS_OPS_COMPLETE_IMAGE()

@@ -1,6 +1,6 @@
-// How Sm90 kernels are launched. The host reads no CUTLASS, whose templates would take most of its compiler's time: it knows
-// a kernel's parameters as the plain structures below, and the rest from numbers in the source. Both halves read this header.
-// The device's half checks that the structures lie as CUTLASS's do (Sm90Kernel in sm90_gemm.h).
+// How Sm90 kernels are launched. The host compiler reads no CUTLASS, whose templates would take most of its time: it knows a
+// kernel's parameters as the plain structures below, and the rest from numbers in the source. Both halves read this header.
+// nvcc checks that the structures lie as CUTLASS's do (Sm90Kernel in sm90_gemm.h).
 //
 // "Row" and "column", M and N are the kernel's, as everywhere: one that computes the transposed problem has D's columns as rows.
 
@@ -20,9 +20,9 @@
 #include "cutlass_ops/placement.h"
 #include "cutlass_ops/tma.h"
 
-// Element types, of which the host only knows the size. Where it computes with them, or launches as CUTLASS does, a source
-// includes CUTLASS's own before this.
-#if CUTLASS_OPS_HOST && !defined(CUTLASS_OPS_TYPES_OF_CUTLASS)
+// Element types, of which the host compiler only knows the size. Where the host computes with them, or launches as CUTLASS
+// does, a source includes CUTLASS's own before this.
+#if !defined(__CUDACC__) && !defined(CUTLASS_OPS_TYPES_OF_CUTLASS)
 namespace cutlass {
 struct half_t { uint16_t bits; };
 struct bfloat16_t { uint16_t bits; };

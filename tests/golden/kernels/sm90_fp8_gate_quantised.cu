@@ -14,7 +14,7 @@
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
 #include "cutlass_ops/sm90_launch.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/quantized.h"
 #endif
@@ -23,7 +23,7 @@ CUTLASS_OPS_TYPE(cutlass::float_e4m3_t, 10)
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::float_e4m3_t, cutlass::float_e4m3_t, "k32.f32.e4m3.e4m3", false)
 #endif
 
@@ -57,7 +57,7 @@ using EpilogueParams = cutlass_ops::QuantizedByWarpsParams<cutlass_ops::Epilogue
 using Scheduler = cutlass_ops::OrderedParams<false>;
 using Params = cutlass_ops::CooperativeParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;

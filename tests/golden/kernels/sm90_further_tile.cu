@@ -10,14 +10,14 @@
 
 #include "cutlass_ops/sm90_stream_k.h"
 #include "cutlass_ops/sm90_launch.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #endif
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
 #endif
 
@@ -49,7 +49,7 @@ using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
 using Scheduler = cutlass_ops::StreamKOrder<4>;
 using Params = cutlass_ops::CooperativeParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;

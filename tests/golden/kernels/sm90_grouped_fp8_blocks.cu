@@ -14,7 +14,7 @@
 #endif
 #include "cutlass_ops/sm90_launch.h"
 #include "cutlass_ops/sm90_grouped_launch.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/block_scales.h"
 #include "cutlass_ops/sm90_grouped.h"
@@ -26,7 +26,7 @@ CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 CUTLASS_OPS_TYPE(int32_t, 0)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::float_e4m3_t, cutlass::float_e4m3_t, "k32.f32.e4m3.e4m3", false)
 #endif
 
@@ -58,7 +58,7 @@ using EpilogueParams = cutlass_ops::WithGroups<cutlass_ops::Ragged<cutlass_ops::
 using Scheduler = cutlass_ops::GroupedOrder<true>;
 using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<2>, MainloopParams, EpilogueParams, Scheduler>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;

@@ -14,14 +14,14 @@
 #endif
 #include "cutlass_ops/sm90_launch.h"
 #include "cutlass_ops/rows.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/row_means.h"
 #endif
 
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
 #endif
 
@@ -53,7 +53,7 @@ using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
 using Scheduler = cutlass_ops::OrderedParams<false>;
 using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;

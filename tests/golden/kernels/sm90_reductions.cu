@@ -14,7 +14,7 @@
 #endif
 #include "cutlass_ops/sm90_launch.h"
 #include "cutlass_ops/sm90_results.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/sm90_reduction.h"
 #endif
@@ -22,7 +22,7 @@
 CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
 CUTLASS_OPS_TYPE(float, 2)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
 #endif
 
@@ -54,7 +54,7 @@ using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
     cutlass_ops::Nothing, cutlass_ops::Vector<Element_bias>, cutlass_ops::Nothing, cutlass_ops::Nothing, cutlass_ops::Reduced<Element_norm>, cutlass_ops::Reduced<Element_most>, cutlass_ops::Nothing>>;
 using Params = cutlass_ops::TileParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;

@@ -13,7 +13,7 @@
 #endif
 #include "cutlass_ops/sm90_launch.h"
 #include "cutlass_ops/along_k.h"
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/tf32.h"
 #endif
@@ -21,7 +21,7 @@
 CUTLASS_OPS_TYPE(cutlass::tfloat32_t, 2)
 CUTLASS_OPS_TYPE(float, 2)
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 CUTLASS_OPS_WGMMA(cutlass::tfloat32_t, cutlass::tfloat32_t, "k8.f32.tf32.tf32", false)
 #endif
 
@@ -52,7 +52,7 @@ using EpilogueParams = cutlass_ops::EpilogueParams<cutlass_ops::Nodes<
 using Scheduler = cutlass_ops::OrderedParams<false>;
 using Params = cutlass_ops::PingpongParams<cutlass_ops::Extents<1>, MainloopParams, EpilogueParams, Scheduler>;
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 // ---- Configuration ----
 
 namespace fusion = cutlass::epilogue::fusion;
