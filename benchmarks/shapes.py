@@ -219,8 +219,6 @@ FP8_TUNING: tuple[Shape, ...] = tuple(
         ]
     )
 )
-# Weights and rows that no other set has.
-FURTHER: tuple[Shape, ...] = drawn(seed=9, count=90)
 # Gates of FP8 models: columns of each of the two weights.
 FP8_GATES: tuple[Shape, ...] = tuple(
     (m, n, k)

@@ -46,7 +46,6 @@ import transformer_block
 _SETS = (
     "grid",
     "tuning",
-    "further",
     "norms",
     "gates",
     "residuals",

@@ -71,6 +71,8 @@ e4m3s = DType("e4m3s", 4, "cutlass_ops::TwoOfFour<cutlass::float_e4m3_t>", "floa
 e5m2s = DType("e5m2s", 4, "cutlass_ops::TwoOfFour<cutlass::float_e5m2_t>", "float8_e5m2", _DL_FLOAT8_E5M2)
 i8s = DType("i8s", 4, "cutlass_ops::TwoOfFour<int8_t>", "int8", _DL_INT)
 SPARSE: tuple[DType, ...] = (bf16s, f16s, e4m3s, e5m2s, i8s)
+# Types of weights in forms of their own, which only kernels for these read.
+OWN: tuple[DType, ...] = (*PACKED, *SPARSE)
 STORED_OF: dict[DType, DType] = dict(zip(SPARSE, (bf16, f16, e4m3, e5m2, i8), strict=True))  # types of their elements
 # Bytes of metadata: where the stored elements are.
 u8 = DType("u8", 8, "uint8_t", "uint8", _DL_UINT)
@@ -84,7 +86,7 @@ ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
 # Types of operands: of A and B, and of an epilogue's inputs and outputs.
-DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8, *PACKED, *SPARSE, u8)
+DECLARED: tuple[DType, ...] = (*ALL, tf32, tf32x3, f64, i8, *OWN, u8)
 # Element types of tensors.
 HELD: tuple[DType, ...] = (*ALL, f64, i8, i32)
 # Types that an epilogue reads, reduces to, stores as (M, N), and rounds values to.
@@ -114,7 +116,7 @@ NAMES |= {
     "double": f64,
     "i8": i8,
     "int8": i8,
-    **{t.name: t for t in (*PACKED, *SPARSE, u8)},
+    **{t.name: t for t in (*OWN, u8)},
 }
 
 

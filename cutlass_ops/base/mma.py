@@ -12,9 +12,9 @@ from typing import Literal
 from cutlass_ops.base.arch import MMA_SYNC, WGMMA, Family
 from cutlass_ops.base.dtypes import (
     FP8,
+    OWN,
     PACKED,
     READ,
-    SPARSE,
     STORED,
     DType,
     bf16,
@@ -102,7 +102,7 @@ class MmaSpec:
     @property
     def own(self) -> bool:
         """Whether B is a weight in a form of its own, which only main loops for it read."""
-        return self.b in (*PACKED, *SPARSE)
+        return self.b in OWN
 
     @property
     def wgmma_types(self) -> str:

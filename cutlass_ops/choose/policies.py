@@ -22,7 +22,7 @@ import numpy as np
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, resources
-from cutlass_ops.base.dtypes import FP8, PACKED
+from cutlass_ops.base.dtypes import FP8, OWN
 from cutlass_ops.base.errors import BundleError, ConfigError, StoreError, UnsupportedError
 from cutlass_ops.base.frozen import Itself
 from cutlass_ops.base.session import cached, warn_once
@@ -375,9 +375,9 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
         alike = [t for t in known if t.signature.majors == signature.loaded_majors]
         beside = (kind for kind in KINDS if kind.config.family.tma or not kind.in_tables)
         pool = [*(c for table in alike or known for c in table.kernels), *_untuned(signature, beside)]
-        # With few rows, reading operands as they lie is faster than copying them first.
         # Errors at elements of another width mislead: choices at weights left out lost 1 to 3% more.
         told = tuple(t for t in known if t.signature.a.dtype.bits == signature.a.dtype.bits) or known
+        # With few rows, reading operands as they lie is faster than copying them first.
         found = Policy.of(told, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):
             return found
@@ -467,12 +467,14 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
     """Return other tables to borrow from for kernels of Sm90, nearest first; none if the own table is the reference.
 
-    None for a packed weight either: converting it takes time that no table knows, and the model does.
+    None for a weight in a form of its own either: its kernels convert it, or take half of the instructions, which the
+    model knows and no table.
+
     For FP8 operands the signature's own of another device, then that of similar FP8. Then a similar signature's, and
     the reference. Each is from this device first, then from the one that was measured first.
     """
     usual = reference()
-    if signature.b.dtype in PACKED or (own is not None and own.is_about(usual.signature, usual.device)):
+    if signature.b.dtype in OWN or (own is not None and own.is_about(usual.signature, usual.device)):
         return ()
     like = _like if signature.loaded_majors == usual.signature.majors else _plain
     ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]

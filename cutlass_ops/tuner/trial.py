@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import PACKED, SPARSE
+from cutlass_ops.base.dtypes import OWN, PACKED
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, RAGGED_K, Form
@@ -236,7 +236,7 @@ class Trial:
         extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
         known: dict[Kind, Tensor | float] = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         b = None
-        if signature.b.dtype in (*PACKED, *SPARSE):
+        if signature.b.dtype in OWN:
             own = self._packed if signature.b.dtype in PACKED else self._sparse
             b, known[next(i.kind for i in graph.inputs if i.kind in PARTS)] = own(n, k, mean**-0.25)
         inputs = tuple(

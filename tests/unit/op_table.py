@@ -440,7 +440,8 @@ def rows(M: int = M, N: int = N, K: int = K) -> dict[str, Row]:  # noqa: N803
             {"numbers": "uint4", "epilogue": biased}, within=0.01, grads="a bias",
         ),
         "sparse": Row(
-            co.gemm, lambda: {"a": draw(M, WIDE), **sparse()}, of_sparse, {"numbers": "sparse"}, within=0.01, grads="a"
+            co.gemm, lambda: {"a": draw(M, WIDE), **sparse()}, of_sparse, {"numbers": "sparse"}, within=0.01,
+            grads="a b",
         ),
         "FP8 result": Row(co.gemm, _dense(), dense, {"out_dtype": E4M3}),
         "quantised": Row(

@@ -7,6 +7,7 @@ import pytest
 
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.gpus import gpu_named
+from cutlass_ops.kinds.table import kind_of
 from tests.scripts import BENCHMARKS, script
 
 pytest.importorskip("tomllib", reason="the reports need Python 3.11")
@@ -69,6 +70,7 @@ def test_what_a_call_takes_races_the_first_of_the_space():
         assert chosen.config == dispatch.decide(signature, h200, problem).config, family
         assert next(iter(raced)) == chosen
         assert len(raced) in (12, 13), family
-        usual = {*space.usual(signature, h200).configs, *policies.policy(signature, h200).kernels}
-        assert {each.config for each in raced} <= usual
+        every = policies.policy(signature, h200).with_further(space.usual(signature, h200).configs).every(problem)
+        general = [c.config for c in every if kind_of(c.config).general]
+        assert {each.config for each in raced} == {chosen.config, *general[:12]}, family
         assert all(0 < us < float("inf") for us in raced.values())

@@ -525,8 +525,6 @@ def test_a_gradient_that_there_is_not_is_refused_by_name(row, name):
     given = row.given()
     if name in row.grads.split() or not given[name].is_floating_point():
         pytest.skip("it has one, or no number does")
-    if row.options.get("numbers") == "sparse" and name == "b":
-        pytest.skip("it has one in the form of the stored elements: test_sparse.py")
     given[name].requires_grad_()
     with pytest.raises((ValueError, NotImplementedError, TypeError), match=r"gradient|requires grad"):
         row.call(given)

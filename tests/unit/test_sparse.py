@@ -32,6 +32,7 @@ from cutlass_ops.operand import reference, sparsity
 from cutlass_ops.operand.call import call_at, signature_of
 from cutlass_ops.run import sparse as of_sparse
 from cutlass_ops.tuner import trial
+from tests.scripts import BENCHMARKS
 from tests.unit.signatures import A100, H200
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
@@ -321,6 +322,22 @@ def test_the_tuner_draws_sparse_weights(dtype: str, monkeypatch: pytest.MonkeyPa
 
 
 # ---- Kernels that serve ----------------------------------------------------------------------------------------------
+
+
+def test_the_model_chooses_near_the_best_of_a_sweep() -> None:
+    """Of an H200, by the model alone: dense kernels' times say nothing of these."""
+    call = call_at(of_sparse._SPARSE.graph, Problem(64, 8192, 8192), "bf16", "row", "col")
+    policy = policies.policy(signature_of(call, H200), H200)
+    assert policy.tables == ()
+    rows = json.loads((BENCHMARKS / "results" / "sweep_sparse_h200.json").read_text())["rows"]
+    assert len(rows) == 2
+    for row in rows:
+        times: dict[str, float] = {}
+        for slug, microseconds, _ in row["kernels"]:
+            times[slug] = min(microseconds, times.get(slug, microseconds))
+        chosen = policy.choose(Problem(row["m"], row["n"], row["k"]))
+        assert times[chosen.config.slug] <= 1.03 * min(times.values())
+        assert chosen.microseconds == pytest.approx(times[chosen.config.slug], rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3", "e5m2", "i8"])
